@@ -3,7 +3,7 @@
     python bench/disaggregate.py --data DIR --json disaggregate.json
 
 DIR as for offline.py. Two cores in all. `together` is one engine on both; `split` is an engine that encodes and
-one that decodes, by each road there is, a core for each (apart) or both cores for both (shared). Every clip is
+one that decodes, by each transport there is, a core for each (apart) or both cores for both (shared). Every clip is
 asked for by itself, by so many askers at once, each of whom waits for its answer before the next. Nothing is
 remembered of what was heard before. What decoding says must be the same tokens, which is counted: in bf16 a few
 may differ, as they do between any two batches. The rounds of all arrangements are taken in turn, and medians are
@@ -48,22 +48,22 @@ PAYS = 1.05
 
 
 class Arrangement(NamedTuple):
-    """`road` None: together. `apart`: a core for each, instead of both for both."""
+    """`transport` None: together. `apart`: a core for each, instead of both for both."""
 
-    road: str | None
+    transport: str | None
     apart: bool = False
     carries: str = "auto"
 
     @property
     def name(self) -> str:
-        if self.road is None:
+        if self.transport is None:
             return "together"
-        return f"split {self.road} {'apart' if self.apart else 'shared'}"
+        return f"split {self.transport} {'apart' if self.apart else 'shared'}"
 
 
 def arrangements() -> list[Arrangement]:
-    ways = [road for road in ("shm", "tcp", "nixl") if road in transports.available_transports()]
-    return [Arrangement(None), *(Arrangement(road, apart) for road in ways for apart in (True, False))]
+    ways = [transport for transport in ("shm", "tcp", "nixl") if transport in transports.available_transports()]
+    return [Arrangement(None), *(Arrangement(transport, apart) for transport in ways for apart in (True, False))]
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def arranged(how: Arrangement, model: str, dtype: str, cores: list[int]) -> Iter
     """The engine that is asked."""
     with ExitStack() as stack:
         both = set(cores)
-        if how.road is None:
+        if how.transport is None:
             yield stack.enter_context(closing(engine(model, dtype, CORES, both, 0)))
             return
         with socket.socket() as probe:
@@ -100,7 +100,12 @@ def arranged(how: Arrangement, model: str, dtype: str, cores: list[int]) -> Iter
         threads = 1 if how.apart else CORES
         first, last = ({cores[0]}, {cores[1]}) if how.apart else (both, both)
         stack.enter_context(closing(engine(model, dtype, threads, first, port, role="encode")))
-        asks = {"role": "decode", "peers": (f"127.0.0.1:{port}",), "peer_road": how.road, "peer_carries": how.carries}
+        asks = {
+            "role": "decode",
+            "peers": (f"127.0.0.1:{port}",),
+            "peer_transport": how.transport,
+            "peer_carries": how.carries,
+        }
         client = stack.enter_context(closing(engine(model, dtype, threads, last, 0, **asks)))
         end_s = time.monotonic() + READY_S
         while not counted(client, "asr_serve_peers", 'state="ready"'):

@@ -20,7 +20,7 @@ ALLOWED_SKIPS = {
     "this CPU, or what was compiled for it, has no *": "CPUs differ; each runs the kernels it has",
     # what a container may forbid, or a kernel lack
     "the system allows * open files, *": "a hard limit that only the machine's owner raises",
-    "disk_road uring: *": "containers may forbid io_uring",
+    "disk_backend uring: *": "containers may forbid io_uring",
     "no seccomp": "containers may forbid it",
     "a file system of our own wants privileges": "containers may forbid mounts",
     "a small file system cannot be mounted here": "containers may forbid mounts",
@@ -43,7 +43,7 @@ ALLOWED_SKIPS = {
     # programs and packages that .ci/run does not install, or not on every machine
     "no redis-server: *": "macOS and others: .ci/run installs it from Debian",
     "NIXL is not installed": TRIED,
-    "disk_road nixl: *": TRIED,
+    "disk_backend nixl: *": TRIED,
     "*no nixl*": TRIED,
     "no .venv-clients here: *": TRIED,
     "no vLLM here: *": TRIED,

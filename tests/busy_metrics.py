@@ -44,9 +44,9 @@ def busy_engine(model: str) -> EngineMetrics:
     metrics.tier_failed_writes.inc()
     for work in metrics.tier_seconds:
         metrics.tier_seconds[work].observe(0.02)
-    metrics.streams_asleep.set(40)
-    metrics.sleeps.inc()
-    metrics.wake.observe(0.003)
+    metrics.streams_offloaded.set(40)
+    metrics.offloads.inc()
+    metrics.restore.observe(0.003)
     metrics.recomputed.inc()
     metrics.peers["ready"].set(2)
     metrics.peer_batches.inc()

@@ -190,7 +190,7 @@ def test_every_variable_that_the_project_reads_is_known() -> None:
         ("[engine]\nrole = 'encode'\ndisk_bytes = 1", ["engine.disk_bytes=1 with role=encode (", ":3)"]),
         ("[engine]\ndisk_path = '/tmp'", ["engine.disk_path='/tmp' without disk_bytes", ":2)", "set disk_bytes"]),
         ("[engine]\ndisk_key_file = 'k'", ["engine.disk_key_file='k' without disk_bytes"]),
-        ("[engine]\ndisk_road = 'uring'", ["engine.disk_road='uring' without disk_bytes"]),
+        ("[engine]\ndisk_backend = 'uring'", ["engine.disk_backend='uring' without disk_bytes"]),
         ("port = \n", ["asr-serve.toml: ", "line 1"]),
     ],
 )
@@ -247,7 +247,7 @@ def test_a_config_made_directly_is_checked_by_the_same_rules(wrong: dict[str, An
 
 
 def test_valid_disk_settings() -> None:
-    whole = {"disk_bytes": 1, "disk_path": "/tmp", "disk_key_file": "k", "disk_road": "threads"}
+    whole = {"disk_bytes": 1, "disk_path": "/tmp", "disk_key_file": "k", "disk_backend": "threads"}
     made = load_serve_config(None, {}, {f"engine.{name}": value for name, value in whole.items()}).engine
     assert {name: getattr(made, name) for name in whole} == whole
     assert EngineConfig(host_bytes=1 << 20, disk_bytes=1, role="decode").disk_bytes == 1

@@ -24,7 +24,7 @@ BASE_UNITS = {"seconds", "bytes", "ratio"}
 COUNTED = {"requests", "rejections", "rows", "pages", "sessions", "slots", "tokens"}
 COUNTED |= {"packets", "datagrams", "peers", "batches", "failures", "entries", "moves", "writes", "migrations"}
 COUNTED |= {"routes", "rollbacks", "words", "lines", "notices"}
-COUNTED |= {"fallbacks", "steps", "restarts", "waits", "partials", "resumes", "sleeps", "streams", "evictions"}
+COUNTED |= {"fallbacks", "steps", "restarts", "waits", "partials", "resumes", "offloads", "streams", "evictions"}
 SPOKEN_FOR = {
     "asr_serve_requests_in_flight",
     "asr_serve_pages_used",
@@ -33,7 +33,7 @@ SPOKEN_FOR = {
     "asr_serve_session_store_up",
     "asr_serve_build_info",
     "asr_serve_real_time_factor",
-    "asr_serve_streams_asleep",
+    "asr_serve_streams_offloaded",
 }
 """Names that do not end in what they count, since everybody knows them so."""
 

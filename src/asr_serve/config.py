@@ -128,7 +128,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Memory for the cache of earlier audio: an eighth for results, an eighth for voice activity, and the rest for
     keys and values, in unused pages of `kv_bytes`. Audio that was sent before is answered sooner, so response
     times reveal to other clients that it was. 0: nothing is cached, and nothing is shared."""
-    sleep_after_s: PositiveFloat = 10.0
+    offload_after_s: PositiveFloat = 10.0
     """Seconds without audio after which a live stream gives up its slot and is offloaded until more audio comes;
     one second where other streams wait for a slot."""
     host_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
@@ -138,7 +138,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     through which all entries pass. 0: no file."""
     disk_path: NonEmptyText | None = None
     """Folder of the file of `disk_bytes`, on a local disk. None: the system's folder for temporary files."""
-    disk_road: DiskBackendName = "auto"
+    disk_backend: DiskBackendName = "auto"
     """I/O backend of the file of `disk_bytes`: uring, direct I/O by io_uring; threads, direct I/O by a few
     threads; nixl, NIXL's POSIX backend; gds, its GPUDirect Storage; or auto, io_uring where it is available:
     within a tenth of the speed of threads, with less CPU time."""
@@ -148,7 +148,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Work of this engine: both, encoding and decoding; encode, for other engines; or decode, what peers encode."""
     peers: tuple[Peer, ...] = ()
     """Engines with the role encode, to which this engine sends its encoding."""
-    peer_road: PeerTransportName = "auto"
+    peer_transport: PeerTransportName = "auto"
     """Transport of encoder results from peers: shm, shared memory on one machine; nixl; tcp; or auto, the first of
     these that both engines support."""
     peer_carries: HandoverPayload = "auto"
@@ -186,7 +186,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        for name, unset in (("disk_path", None), ("disk_road", "auto"), ("disk_key_file", None)):
+        for name, unset in (("disk_path", None), ("disk_backend", "auto"), ("disk_key_file", None)):
             if not self.disk_bytes and getattr(self, name) != unset:
                 raise OptionError(
                     f"{name}={getattr(self, name)!r} without disk_bytes, and so without a file",

@@ -423,15 +423,15 @@ class OutOfStep(EngineError):
     """Audio in the ring that differs from what was announced."""
 
 
-class RoadFailed(EngineError):
+class TransportFailed(EngineError):
     """Bytes cannot be transferred from one engine to another: no common transport, or an invalid message."""
 
 
-class RoadTimeout(RoadFailed):
+class TransportTimeout(TransportFailed):
     """The bytes did not arrive in time. The transport is closed, so that late bytes are never taken for new ones."""
 
 
-class Torn(RoadFailed):
+class ChecksumMismatch(TransportFailed):
     """Bytes that arrived differ from those that were sent: the checksum is wrong."""
 
 

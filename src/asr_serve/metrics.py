@@ -21,10 +21,10 @@ STATES = ("waiting", "decoding", "speaking")
 MIGRATIONS = (("session", "state"), ("stream", "state"), ("stream", "replay"))
 TIERS = ("host", "disk")
 TIER_MOVES = (("device", "host"), ("host", "disk"), ("disk", "host"), ("host", "device"))
-TIER_LOSSES = ("room", "torn", "failed")
+TIER_LOSSES = ("room", "corrupted", "failed")
 PEER_STATES = ("connecting", "ready", "refused")
-PEER_FAILURES = ("unreachable", "refused", "gone", "timeout", "torn", "malformed")
-PEER_PHASES = ("waiting", "encoding", "road", "whole")
+PEER_FAILURES = ("unreachable", "refused", "gone", "timeout", "corrupted", "malformed")
+PEER_PHASES = ("waiting", "encoding", "transfer", "whole")
 
 STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 WAIT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 30, 60)
@@ -155,14 +155,14 @@ class EngineMetrics:
         self.peer_failures = {reason: failures.labels(model, reason) for reason in PEER_FAILURES}
         phases = histogram(
             "asr_serve_peer_seconds",
-            "Time of an utterance at a peer, by phase: it waits there, its batch is encoded, what came of it is "
-            "on the road; and the whole of it, as this engine sees it.",
+            "Time of an utterance at a peer, by phase: it waits there, its batch is encoded, the result is "
+            "transferred; and the whole of it, as this engine sees it.",
             ("model", "phase"),
             buckets=WAIT_BUCKETS_S,
         )
         self.peer_seconds = {phase: phases.labels(model, phase) for phase in PEER_PHASES}
 
-        tier_bytes = gauge("asr_serve_tier_bytes", "What sleeps, and what the cache gave up.", ("model", "tier"))
+        tier_bytes = gauge("asr_serve_tier_bytes", "Offloaded streams, and what the cache gave up.", ("model", "tier"))
         self.tier_bytes = {tier: tier_bytes.labels(model, tier) for tier in TIERS}
         entries = gauge("asr_serve_tier_entries", "The same, in number.", ("model", "tier"))
         self.tier_entries = {tier: entries.labels(model, tier) for tier in TIERS}
@@ -185,22 +185,22 @@ class EngineMetrics:
         )
         self.tier_seconds = {work: spent.labels(model, work) for work in ("read", "write")}
 
-        self.streams_asleep = gauge(
-            "asr_serve_streams_asleep", "Callers' streams that gave up their slot and sleep.", ("model",)
+        self.streams_offloaded = gauge(
+            "asr_serve_streams_offloaded", "Callers' streams that gave up their slot and are offloaded.", ("model",)
         ).labels(model)
-        self.sleeps = counter(
-            "asr_serve_stream_sleeps_total", "Times a caller's stream was put to sleep.", ("model",)
+        self.offloads = counter(
+            "asr_serve_stream_offloads_total", "Times a caller's stream was offloaded.", ("model",)
         ).labels(model)
-        self.wake = histogram(
-            "asr_serve_wake_seconds",
-            "Time from the first audio for a stream that slept until it had a slot and what it knew; the count is "
-            "of streams that woke.",
+        self.restore = histogram(
+            "asr_serve_stream_restore_seconds",
+            "Time from the next audio of an offloaded stream until it has a slot and its state; the count is of "
+            "streams that were restored.",
             ("model",),
             buckets=(*STEP_BUCKETS_S, 10),
         ).labels(model)
         self.recomputed = counter(
             "asr_serve_recomputed_streams_total",
-            "Streams whose state was lost while they slept, and that were heard again or given up.",
+            "Streams whose state was lost while they were offloaded, and that were recomputed or given up.",
             ("model",),
         ).labels(model)
 

@@ -1,4 +1,4 @@
-"""Devices: what is chosen, what is refused, and that attention and products mean the same on every road."""
+"""Devices: what is chosen, what is refused, and that attention and products mean the same in every implementation."""
 
 from __future__ import annotations
 

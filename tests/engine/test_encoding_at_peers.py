@@ -30,7 +30,7 @@ def begin() -> Iterator[Callable[..., Pair]]:
     made: list[Pair] = []
 
     def start(**settings: Any) -> Pair:
-        made.append(Pair(tiny_moonshine, peer_road="tcp", **settings))
+        made.append(Pair(tiny_moonshine, peer_transport="tcp", **settings))
         return made[-1]
 
     yield start

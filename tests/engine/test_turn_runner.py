@@ -1,4 +1,4 @@
-"""Questions to a turn model, over both roads to the engine."""
+"""Questions to a turn model, over both connections to the engine."""
 
 from __future__ import annotations
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_speech_llm import CONFIG, EOS, FRAME_SAMPLES, STOP, TinySpeechLlm
+from tiny_speech_llm import CONFIG, EOS, TinySpeechLlm
 from torch import Tensor
 
 from asr_serve.devices.interface import Device
-from asr_serve.models.asr.speech_llm.speech_llm import SpeechLlm
 from asr_serve.models.causal_lm import CausalConfig, CausalLanguageModel
 
 SETTINGS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Where weights come from: every road, every way it can be blocked."""
+"""Where weights come from: every source, and every way it can fail."""
 
 from __future__ import annotations
 

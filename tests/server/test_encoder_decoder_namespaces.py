@@ -1,6 +1,6 @@
 """An encoder in one network namespace, a decoder in another, and nothing between them but a wire.
 
-What this cannot show: two kernels. Shared memory would be reached from both namespaces, so each road is named.
+What this cannot show: two kernels. Shared memory would be reached from both namespaces, so each transport is named.
 """
 
 from __future__ import annotations
@@ -134,16 +134,18 @@ def speech(packaged_speech: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("road", ["tcp", "nixl"])
-def test_over_a_wire_that_is_pulled_out(wire: Wire, encoder: Serving, speech: Path, tmp_path: Path, road: str) -> None:
-    if road not in transports.available_transports():
-        pytest.skip(f"this installation has no {road}")
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+def test_over_a_wire_that_is_pulled_out(
+    wire: Wire, encoder: Serving, speech: Path, tmp_path: Path, transport: str
+) -> None:
+    if transport not in transports.available_transports():
+        pytest.skip(f"this installation has no {transport}")
     assert encoder.encodes_at == f"{ENCODER}:8100"
     flags = ("--role", "decode", "--peer", encoder.encodes_at, *PLAIN, "--set", "peer_keys=between-us-two-only")
-    settings = ("--set", f"engine.peer_road={road}", "--set", "engine.peer_timeout_s=5")
+    settings = ("--set", f"engine.peer_transport={transport}", "--set", "engine.peer_timeout_s=5")
     door = Serving(tmp_path / "door", *flags, *settings, within=wire.within(wire.decoder))
     try:
-        door.said(f"peer {ENCODER}:8100 encodes for this engine \\(hidden by {road}\\)")
+        door.said(f"peer {ENCODER}:8100 encodes for this engine \\(hidden by {transport}\\)")
         split = transcribe(door, speech)
         assert split.startswith("It was the best of times")
         # Eventually: an engine renews its metrics twice a second.

@@ -1,4 +1,4 @@
-"""The disk: every road that is here gives back what was put, and says so when it cannot."""
+"""The disk: every backend that is here gives back what was put, and says so when it cannot."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from children import Child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asr_serve.errors import DiskFailed, DiskFull, OptionError, RoadFailed, RoadTimeout
+from asr_serve.errors import DiskFailed, DiskFull, OptionError, TransportFailed, TransportTimeout
 from asr_serve.transfer import nixl_agent
 from asr_serve.transfer.checksum import checksum
 from asr_serve.transfer.disk import BLOCK, aligned_memory, nameless_file, nixl, open_disk, thread_pool, uring
 from asr_serve.transfer.disk.base import DiskBackend, still_under_way
 
-ROADS = ("uring", "threads", "nixl")
+BACKENDS = ("uring", "threads", "nixl")
 MIB = 1 << 20
 WAIT_S = 60.0
 """Until something counts as hanging."""
 
 
 @contextlib.contextmanager
-def opened(folder: Path, nbytes: int, road: str) -> Iterator[DiskBackend]:
+def opened(folder: Path, nbytes: int, backend: str) -> Iterator[DiskBackend]:
     try:
-        disk = open_disk(str(folder), nbytes, road)  # type: ignore[arg-type]
+        disk = open_disk(str(folder), nbytes, backend)  # type: ignore[arg-type]
     except OptionError as missing:
         pytest.skip(str(missing))
     try:
@@ -99,10 +99,10 @@ def in_a_child(script: str, *arguments: object, **more: str) -> str:
     return ran.stdout.strip()
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_data_written_is_read_back(road: str, tmp_path: Path) -> None:
-    with opened(tmp_path, 24 * MIB, road) as disk:
-        assert (disk.name, disk.nbytes) == (road, 24 * MIB)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_data_written_is_read_back(backend: str, tmp_path: Path) -> None:
+    with opened(tmp_path, 24 * MIB, backend) as disk:
+        assert (disk.name, disk.nbytes) == (backend, 24 * MIB)
         memory = filled(24 * MIB, 1)
         parts = [(at, memory[at : at + 6 * MIB]) for at in range(0, 24 * MIB, 6 * MIB)]
         assert sorted(disk.write(parts)) == [0, 1, 2, 3]
@@ -116,17 +116,17 @@ def test_data_written_is_read_back(road: str, tmp_path: Path) -> None:
         assert list(disk.read([])) == []
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_unwritten_data_is_zeros(road: str, tmp_path: Path) -> None:
-    with opened(tmp_path, MIB, road) as disk:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_unwritten_data_is_zeros(backend: str, tmp_path: Path) -> None:
+    with opened(tmp_path, MIB, backend) as disk:
         memory = filled(MIB, 2)
         assert list(disk.read([(0, memory)])) == [0]
         assert not np.frombuffer(memory, np.uint8).any()
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_the_same_memory_in_many_extents(road: str, tmp_path: Path) -> None:
-    with opened(tmp_path, 16 * BLOCK, road) as disk:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_same_memory_in_many_extents(backend: str, tmp_path: Path) -> None:
+    with opened(tmp_path, 16 * BLOCK, backend) as disk:
         memory = filled(2 * BLOCK, 3)
         assert sorted(disk.write([(at * BLOCK, memory) for at in range(0, 16, 2)])) == list(range(8))
         back = aligned_memory(16 * BLOCK)
@@ -139,9 +139,9 @@ SPANS = st.lists(st.integers(0, FILE_BLOCKS), min_size=2, max_size=10, unique=Tr
 STEP = st.tuples(SPANS, SPANS, st.integers(0, 5), st.randoms(use_true_random=False))
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_any_extents_in_any_order_equal_the_reference(road: str, tmp_path: Path) -> None:
-    with small_pieces(), opened(tmp_path, FILE_BLOCKS * BLOCK, road) as disk:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_extents_in_any_order_equal_the_reference(backend: str, tmp_path: Path) -> None:
+    with small_pieces(), opened(tmp_path, FILE_BLOCKS * BLOCK, backend) as disk:
         model = bytearray(FILE_BLOCKS * BLOCK)
 
         @settings(max_examples=60, deadline=None)
@@ -174,9 +174,9 @@ def test_any_extents_in_any_order_equal_the_reference(road: str, tmp_path: Path)
         check()
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_two_threads_at_a_time(road: str, tmp_path: Path) -> None:
-    with small_pieces(), opened(tmp_path, 8 * MIB, road) as disk:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_threads_at_a_time(backend: str, tmp_path: Path) -> None:
+    with small_pieces(), opened(tmp_path, 8 * MIB, backend) as disk:
         wrong: list[object] = []
 
         def go(half: int) -> None:
@@ -196,10 +196,10 @@ def test_two_threads_at_a_time(road: str, tmp_path: Path) -> None:
         assert not wrong
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("left", [0, MIB, MIB + 100, 3 * MIB + BLOCK + 1])
-def test_a_truncated_file_is_an_error_and_whole_extents_are_read(road: str, left: int, tmp_path: Path) -> None:
-    with opened(tmp_path, 4 * MIB, road) as disk:
+def test_a_truncated_file_is_an_error_and_whole_extents_are_read(backend: str, left: int, tmp_path: Path) -> None:
+    with opened(tmp_path, 4 * MIB, backend) as disk:
         memory = filled(4 * MIB, 5)
         list(disk.write([(0, memory)]))
         truncate(tmp_path, left)
@@ -218,9 +218,9 @@ def test_a_truncated_file_is_an_error_and_whole_extents_are_read(road: str, left
         assert back == memory
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_dropped_transfer_leaves_none_in_progress(road: str, tmp_path: Path) -> None:
-    with opened(tmp_path, 32 * MIB, road) as disk:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_dropped_transfer_leaves_none_in_progress(backend: str, tmp_path: Path) -> None:
+    with opened(tmp_path, 32 * MIB, backend) as disk:
         memory = aligned_memory(32 * MIB)
         reading = disk.read([(at, memory[at : at + MIB]) for at in range(0, 32 * MIB, MIB)])
         next(reading)
@@ -231,9 +231,9 @@ def test_a_dropped_transfer_leaves_none_in_progress(road: str, tmp_path: Path) -
         assert (seen == 0xEE).all()
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_close_during_a_read(road: str, tmp_path: Path) -> None:
-    with opened(tmp_path, 8 * MIB, road) as disk:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_close_during_a_read(backend: str, tmp_path: Path) -> None:
+    with opened(tmp_path, 8 * MIB, backend) as disk:
         began, ended = threading.Event(), []
 
         def read() -> None:
@@ -256,9 +256,9 @@ def test_close_during_a_read(road: str, tmp_path: Path) -> None:
         disk.close()
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_close_between_two_polls(road: str, tmp_path: Path) -> None:
-    with opened(tmp_path, 8 * MIB, road) as disk:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_close_between_two_polls(backend: str, tmp_path: Path) -> None:
+    with opened(tmp_path, 8 * MIB, backend) as disk:
         reading = disk.read([(at, aligned_memory(MIB)) for at in range(0, 8 * MIB, MIB)])
         next(reading)
         disk.close()
@@ -381,12 +381,12 @@ except DiskFailed as error:
 """
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_no_room_in_the_middle_of_a_write(road: str, tmp_path: Path) -> None:
-    with opened(tmp_path, BLOCK, road):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_room_in_the_middle_of_a_write(backend: str, tmp_path: Path) -> None:
+    with opened(tmp_path, BLOCK, backend):
         pass
     # NIXL does not tell why it failed.
-    assert in_a_child(FULL, tmp_path, road) == ("DiskFailed" if road == "nixl" else "DiskFull")
+    assert in_a_child(FULL, tmp_path, backend) == ("DiskFailed" if backend == "nixl" else "DiskFull")
 
 
 def test_a_file_system_without_preallocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,13 +425,13 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("name", ["nameless", "named"])
-@pytest.mark.parametrize("road", ROADS)
-def test_nothing_is_left_after_a_kill(road: str, name: str, tmp_path: Path) -> None:
-    with opened(tmp_path, BLOCK, road):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_left_after_a_kill(backend: str, name: str, tmp_path: Path) -> None:
+    with opened(tmp_path, BLOCK, backend):
         pass
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     child = Child(
-        [sys.executable, "-c", HELD, str(tmp_path), road, name],
+        [sys.executable, "-c", HELD, str(tmp_path), backend, name],
         env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     with child:
@@ -443,9 +443,9 @@ def test_nothing_is_left_after_a_kill(road: str, name: str, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_without_direct_io(
-    road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = fcntl.fcntl
 
@@ -455,7 +455,7 @@ def test_without_direct_io(
         return real(fd, command, *more)
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    with caplog.at_level(logging.WARNING, "asr_serve.disk"), opened(tmp_path, 4 * MIB, road) as disk:
+    with caplog.at_level(logging.WARNING, "asr_serve.disk"), opened(tmp_path, 4 * MIB, backend) as disk:
         assert not disk.direct
         assert "without O_DIRECT" in caplog.text
         memory, back = filled(4 * MIB, 7), aligned_memory(4 * MIB)
@@ -536,7 +536,7 @@ def test_gds_works_or_the_error_names_what_is_missing(tmp_path: Path) -> None:
         return
     with pytest.raises(OptionError) as said:
         open_disk(str(tmp_path), BLOCK, "gds")
-    assert said.value.param == "disk_road"
+    assert said.value.param == "disk_backend"
     assert ("libcufile" if nixl_agent.installed() else "NIXL is not installed") in str(said.value)
     assert not descriptors(tmp_path)
 
@@ -580,12 +580,12 @@ class StuckTransfer:
 
     def poll(self) -> bool:
         if self.number == self.agent.good + 1:
-            raise RoadFailed("this one failed")
+            raise TransportFailed("this one failed")
         return self.number <= self.agent.good
 
     def wait(self, timeout_s: float) -> None:
         if not self.poll():
-            raise RoadTimeout(f"nothing more came from NIXL in {timeout_s:g} s")
+            raise TransportTimeout(f"nothing more came from NIXL in {timeout_s:g} s")
 
     def release(self) -> None:
         self.agent.released += 1

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from asr_serve.errors import OptionError, RoadFailed
+from asr_serve.errors import OptionError, TransportFailed
 from asr_serve.transfer import nixl_agent
 from asr_serve.transfer.disk import aligned_memory
 from asr_serve.transfer.disk.nameless_file import address
@@ -51,15 +51,15 @@ def test_memory_that_was_not_registered_is_refused() -> None:
     entry = receiver.register(address(there), NBYTES)
     sender.register(address(here), NBYTES)
     peer = sender.add_remote(receiver.metadata())
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         sender.start_transfer(
             "WRITE", [NixlDescriptor(address(here), 64)], [NixlDescriptor(address(there) + NBYTES, 64)], peer=peer
         )
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         sender.start_transfer(
             "WRITE", [NixlDescriptor(address(here) + NBYTES, 64)], [NixlDescriptor(address(there), 64)], peer=peer
         )
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         sender.add_remote(b"no metadata")
     receiver.deregister(entry)
     sender.close()
@@ -78,7 +78,7 @@ def test_a_transfer_that_failed_stays_failed() -> None:
             "READ", [NixlDescriptor(address(memory), NBYTES)], [NixlDescriptor(0, NBYTES, fd)], remote_kind="FILE"
         )
         for _ in range(2):
-            with pytest.raises(RoadFailed):
+            with pytest.raises(TransportFailed):
                 transfer.wait(WAIT_S)
         transfer.release()
         transfer.release()

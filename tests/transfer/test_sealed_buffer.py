@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 
-from asr_serve.errors import Torn
+from asr_serve.errors import ChecksumMismatch
 from asr_serve.transfer import sealed_buffer as parcels
 from asr_serve.transfer.sealed_buffer import SealedBuffer
 
@@ -77,7 +77,7 @@ def test_under_another_label_it_is_torn():
         msgspec.structs.replace(packed.label, lengths=(3, 2)),
         msgspec.structs.replace(packed.label, lengths=()),
     ):
-        with pytest.raises(Torn):
+        with pytest.raises(ChecksumMismatch):
             SealedBuffer(os.dup(packed._fd), label).read()
     packed.close()
 

@@ -1,4 +1,4 @@
-"""Every road between two real processes: every byte, credits, damage, cancelling, and the death of either side."""
+"""Every transport between two real processes: every byte, credits, damage, cancelling, and the death of either side."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ import pytest
 from children import Child
 from transport_peer import bytes_of
 
-from asr_serve.errors import AsrServeError, Cancelled, OptionError, PeerGone, RoadFailed, RoadTimeout, Torn
+from asr_serve.errors import (
+    AsrServeError,
+    Cancelled,
+    ChecksumMismatch,
+    OptionError,
+    PeerGone,
+    TransportFailed,
+    TransportTimeout,
+)
 from asr_serve.transfer import transports
 from asr_serve.transfer.checksum import checksum
 from asr_serve.transfer.transports import BufferRegion, Receiver, shm, tcp
@@ -212,7 +220,7 @@ def test_changed_memory_is_torn(kind, peer, attached) -> None:
     region = lease(receiver, 1 << 16)
     found = peer.submit("put", region, 1 << 16, 1)
     receiver._memory[40_000] ^= 1
-    with pytest.raises(Torn, match="another checksum"):
+    with pytest.raises(ChecksumMismatch, match="another checksum"):
         receiver.received(region, 1 << 16, found)
     receiver.release(region)  # answered it is, so the memory is free
     assert receiver.lease(1 << 16) == region
@@ -222,7 +230,7 @@ def test_changed_memory_is_torn(kind, peer, attached) -> None:
 def test_fewer_bytes_than_sent_are_torn(kind, peer, attached) -> None:
     receiver = attached(kind, 1 << 16)
     region = lease(receiver, 1 << 16)
-    with pytest.raises(Torn):
+    with pytest.raises(ChecksumMismatch):
         receiver.received(region, 100, peer.submit("put", region, 101, 1))
 
 
@@ -241,7 +249,7 @@ def test_a_region_is_written_part_by_part(kind, peer, attached) -> None:
     rest = receiver._allocator.free_bytes
     receiver.sender_done(region)
     assert receiver._allocator.free_bytes == rest + 3_008
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         receiver.sender_done(region)
 
 
@@ -293,10 +301,10 @@ def test_invalid_regions_and_double_releases(land) -> None:
         BufferRegion(MAX_BUFFER_BYTES, 1),
         BufferRegion(other.at, 101),
     ):
-        with pytest.raises(RoadFailed, match="no such spot is lent"):
+        with pytest.raises(TransportFailed, match="no such spot is lent"):
             receiver.received(wrong_region, 1, 0)
     for nbytes in (0, 101, -1):
-        with pytest.raises(RoadFailed):
+        with pytest.raises(TransportFailed):
             receiver.received(other, nbytes, 0)
     receiver.release(region)
     with pytest.raises(AssertionError):
@@ -304,7 +312,7 @@ def test_invalid_regions_and_double_releases(land) -> None:
     receiver.release(other)
     with pytest.raises(AssertionError, match="twice"):
         receiver.release(other)
-    with pytest.raises(RoadFailed, match="for a landing memory of"):
+    with pytest.raises(TransportFailed, match="for a landing memory of"):
         receiver.lease(4_097)
 
 
@@ -350,7 +358,7 @@ def test_a_hanging_receiver_is_a_timeout(kind, peer, attach) -> None:
     region, data = peer.submit("lend", 64 << 20), bytes_of(64 << 20, 1)
     sender.write_region(region, data, TIMEOUT_S)
     peer.signal(signal.SIGSTOP)
-    with pytest.raises(RoadTimeout):
+    with pytest.raises(TransportTimeout):
         sender.write_region(region, data, 0.5)
     with pytest.raises(PeerGone):
         sender.write_region(region, data[:1], TIMEOUT_S)
@@ -414,7 +422,7 @@ def test_a_closed_sender_refuses_to_send(kind, land, attach) -> None:
         msgspec.msgpack.encode(ReceiverOffer("tcp", 1, b"t" * 32, msgspec.msgpack.encode((HOST + "\0", 1)))),
         msgspec.msgpack.encode(ReceiverOffer("local", 1, b"t" * 32, b"")),
         msgspec.msgpack.encode(ReceiverOffer("shm", 1, b"t" * 32, b"/../../etc/passwd")),
-        msgspec.msgpack.encode(ReceiverOffer("shm", 1, b"t" * 32, b"asr-serve-road-" + b"0" * 32)),
+        msgspec.msgpack.encode(ReceiverOffer("shm", 1, b"t" * 32, b"asr-serve-transport-" + b"0" * 32)),
         msgspec.msgpack.encode(ReceiverOffer("nixl", 1, b"t" * 32, b"no msgpack")),
         msgspec.msgpack.encode(
             ReceiverOffer("nixl", 1, b"t" * 32, msgspec.msgpack.encode((b"no metadata" * 9, 1, HOST)))
@@ -422,7 +430,7 @@ def test_a_closed_sender_refuses_to_send(kind, land, attach) -> None:
     ],
 )
 def test_invalid_offers(offer) -> None:
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         transports.attach_sender(offer)
 
 
@@ -433,7 +441,7 @@ def test_regions_outside_the_receiver_memory(kind, land, attach) -> None:
     lease(receiver, 4_096)
     wrong = ((0, 4_097, 1), (1, 4_096, 1), (4_096, 1, 1), (-1, 2, 1), (0, 10, 11), (0, 10, 0))
     for at, size, nbytes in wrong:
-        with pytest.raises(RoadFailed, match="in a spot that is large enough"):
+        with pytest.raises(TransportFailed, match="in a spot that is large enough"):
             sender.write_region(BufferRegion(at, size), np.zeros(nbytes, np.uint8), TIMEOUT_S)
 
 
@@ -441,7 +449,7 @@ def test_regions_outside_the_receiver_memory(kind, land, attach) -> None:
 def test_a_receiver_has_one_sender(kind, land, attach) -> None:
     receiver = land(kind, 4_096)
     sender = attach(receiver.offer)
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         transports.attach_sender(receiver.offer)
     region = lease(receiver, 9)
     found = receiver.received(region, 9, sender.write_region(region, bytes_of(9, 1), TIMEOUT_S))
@@ -451,7 +459,7 @@ def test_a_receiver_has_one_sender(kind, land, attach) -> None:
 @pytest.mark.parametrize("kind", TRANSPORTS[:2])
 def test_a_wrong_token_is_refused_and_the_right_one_still_taken(kind, land, attach) -> None:
     receiver = land(kind, 4_096)
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         transports.attach_sender(changed_offer(receiver.offer, token=b"t" * 32))
     attach(receiver.offer)
 
@@ -460,13 +468,13 @@ def test_an_offer_does_not_choose_the_address_of_the_connection(land, undo) -> N
     victim = undo.enter_context(socket.create_server(("127.0.0.2", 0)))
     receiver = land("tcp", 4_096)
     elsewhere = changed_offer(receiver.offer, where=msgspec.msgpack.encode(victim.getsockname()[:2]))
-    with pytest.raises(RoadFailed, match=r"'127\.0\.0\.2' is offered from 127\.0\.0\.1"):
+    with pytest.raises(TransportFailed, match=r"'127\.0\.0\.2' is offered from 127\.0\.0\.1"):
         transports.attach_sender(elsewhere, only_at=HOST)
     victim.setblocking(False)
     with pytest.raises(BlockingIOError):
         victim.accept()
     for nonsense in ("localhost", "127.1", "", "\x1b[2J"):
-        with pytest.raises(RoadFailed, match="an IPv4 or IPv6 address in numbers"):
+        with pytest.raises(TransportFailed, match="an IPv4 or IPv6 address in numbers"):
             transports.attach_sender(
                 changed_offer(receiver.offer, where=msgspec.msgpack.encode((nonsense, 1))), only_at=HOST
             )
@@ -481,14 +489,14 @@ def test_an_offer_does_not_choose_the_address_of_the_connection(land, undo) -> N
 def test_one_address_in_two_spellings(offered, seen) -> None:
     expect_address(offered, seen)
     expect_address(offered, None)
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         expect_address(offered, "192.0.2.1")
 
 
 def test_a_nixl_offer_names_no_other_address() -> None:
     """Checked before NIXL is started: it need not be installed."""
     where = msgspec.msgpack.encode((b"metadata", 1, "192.0.2.1"))
-    with pytest.raises(RoadFailed, match=r"'192\.0\.2\.1' is offered from 127\.0\.0\.1"):
+    with pytest.raises(TransportFailed, match=r"'192\.0\.2\.1' is offered from 127\.0\.0\.1"):
         transports.attach_sender(msgspec.msgpack.encode(ReceiverOffer("nixl", 1, b"t" * 32, where)), only_at=HOST)
 
 
@@ -506,7 +514,7 @@ def test_a_receiver_without_a_sender_is_closed(land, undo) -> None:
     address = msgspec.msgpack.decode(read_offer(receiver.offer).where, type=tuple[str, int])
     undo.enter_context(socket.create_connection(address))
     receiver.close()
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         transports.attach_sender(receiver.offer)
 
 
@@ -529,7 +537,7 @@ def test_a_sender_that_writes_outside_its_lease_is_cut(at, nbytes, land) -> None
 def test_tcp_refuses_a_region_that_is_not_leased(land, attach) -> None:
     receiver = land("tcp", 4_096)
     sender = attach(receiver.offer)
-    with pytest.raises((RoadFailed, PeerGone)):
+    with pytest.raises((TransportFailed, PeerGone)):
         sender.write_region(BufferRegion(0, 64), bytes_of(64, 1), TIMEOUT_S)
 
 
@@ -570,7 +578,7 @@ def test_locally_read_only_memory_is_not_copied(land, attach) -> None:
     sender.write_region(region, data, TIMEOUT_S)
     sender.write_region(region.subregion(0, 10), data[10:20], TIMEOUT_S)
     assert np.array_equal(receiver.received(region, 10, 0), data[10:20]), "the last that was put there"
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         sender.write_region(BufferRegion(region.at + 1_024, 8), data[:8], TIMEOUT_S)
     receiver.close()
     with pytest.raises(PeerGone):
@@ -612,24 +620,24 @@ def test_other_files_are_never_taken_for_the_offered_one(land, undo) -> None:
     undo.callback(other.unlink, missing_ok=True)
     offer = changed_offer(receiver.offer, where=other.name.encode())
     other.symlink_to(path)
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         transports.attach_sender(offer)
     other.unlink()
     whole = path.read_bytes()
     other.touch(0o600)
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         transports.attach_sender(offer)  # of no bytes
     other.write_bytes(whole)
     other.chmod(0o644)
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         transports.attach_sender(offer)  # open to others
     other.chmod(0o600)
     other.write_bytes(bytes(len(whole)))
-    with pytest.raises(RoadFailed, match="not the one"):
+    with pytest.raises(TransportFailed, match="not the one"):
         transports.attach_sender(offer)
     other.unlink()
     os.mkfifo(other, 0o600)
-    with pytest.raises(RoadFailed):
+    with pytest.raises(TransportFailed):
         transports.attach_sender(offer)
 
 
@@ -661,7 +669,7 @@ def elsewhere(undo: contextlib.ExitStack) -> tuple[list[str], str]:
     if shutil.which("ip") is None:
         pytest.skip("no network of its own here: there is no `ip`")
     mark = secrets.token_hex(3)
-    space, here, there = f"road{mark}", f"ra{mark}", f"rb{mark}"
+    space, here, there = f"tr{mark}", f"ra{mark}", f"rb{mark}"
     net = f"10.{203 + secrets.randbelow(40)}.{secrets.randbelow(256)}"
     ip("netns", "add", space)
     undo.callback(subprocess.run, ["ip", "netns", "del", space], check=False)

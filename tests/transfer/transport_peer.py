@@ -1,4 +1,4 @@
-"""The other process of a road's test: does what it is told over a connection, and tells what came of it.
+"""The other process of a transport's test: does what it is told over a connection, and tells what came of it.
 
 python transport_peer.py <descriptor of a socket>
 """

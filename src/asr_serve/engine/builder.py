@@ -394,7 +394,7 @@ def build_loop(
 
 def offload_options(config: EngineConfig, tiers: TieredStore | None) -> dict[str, Any]:
     """Options of StreamingExecutor: where and when callers' streams are offloaded."""
-    return {"tiers": tiers, "sleep_after_s": config.sleep_after_s, "replay": config.disk_bytes > 0}
+    return {"tiers": tiers, "offload_after_s": config.offload_after_s, "replay": config.disk_bytes > 0}
 
 
 def stream_biasing(parts: EngineComponents, vocab: int) -> Callable[[str], StreamingBiasingList] | None:

@@ -131,16 +131,16 @@ class EngineStats:
     def record_offload(self) -> None:
         """Records that a stream was offloaded."""
         if self.metrics is not None:
-            self.metrics.sleeps.inc()
+            self.metrics.offloads.inc()
 
     def set_offloaded(self, streams: int) -> None:
         if self.metrics is not None:
-            self.metrics.streams_asleep.set(streams)
+            self.metrics.streams_offloaded.set(streams)
 
     def record_restore(self, seconds: float) -> None:
         """Records the time from new audio of an offloaded stream until it has a slot again."""
         if self.metrics is not None:
-            self.metrics.wake.observe(seconds)
+            self.metrics.restore.observe(seconds)
 
     def record_recompute(self) -> None:
         """Records that the state of an offloaded stream was lost."""

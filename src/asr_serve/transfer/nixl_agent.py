@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple, Self
 
 from asr_serve.config import disable_ucx_infiniband
-from asr_serve.errors import OptionError, PeerGone, RoadFailed, RoadTimeout
+from asr_serve.errors import OptionError, PeerGone, TransportFailed, TransportTimeout
 
 Backend = Literal["UCX", "POSIX", "GDS", "GDS_MT"]
 Kind = Literal["DRAM", "VRAM", "FILE"]
@@ -92,21 +92,21 @@ class NixlAgent:
 
     def register(self, at: int, nbytes: int, *, kind: Kind = "DRAM", device: int = 0) -> object:
         """Registers memory, or a file (its descriptor as `device`), for transfers; returns the entry for `deregister`.
-        Raises RoadFailed."""
+        Raises TransportFailed."""
         try:
             entry = self._agent.register_memory([(at, nbytes, device, "")], kind, backends=[self._backend])
         except self._failures as error:
-            raise RoadFailed(f"NIXL does not register {nbytes} bytes of {kind} ({_told(error)})") from error
+            raise TransportFailed(f"NIXL does not register {nbytes} bytes of {kind} ({_told(error)})") from error
         self._registered.append(entry)
         return entry
 
     def deregister(self, entry: object) -> None:
-        """Deregisters memory. No transfer of it may be in progress. Raises RoadFailed."""
+        """Deregisters memory. No transfer of it may be in progress. Raises TransportFailed."""
         self._registered.remove(entry)
         try:
             self._agent.deregister_memory(entry, backends=[self._backend])
         except self._failures as error:
-            raise RoadFailed(f"NIXL does not let go of memory ({_told(error)})") from error
+            raise TransportFailed(f"NIXL does not let go of memory ({_told(error)})") from error
 
     def metadata(self) -> bytes:
         """Returns the metadata with which another agent can reach this one and write to memory registered so far."""
@@ -114,11 +114,11 @@ class NixlAgent:
         return metadata
 
     def add_remote(self, metadata: bytes) -> str:
-        """Adds another agent; returns its name, for `start_transfer`. Raises RoadFailed."""
+        """Adds another agent; returns its name, for `start_transfer`. Raises TransportFailed."""
         try:
             name = self._agent.add_remote_agent(metadata)
         except self._failures as error:
-            raise RoadFailed(f"NIXL cannot reach the other side ({_told(error)})") from error
+            raise TransportFailed(f"NIXL cannot reach the other side ({_told(error)})") from error
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove_remote(self, peer: str) -> None:
@@ -139,7 +139,7 @@ class NixlAgent:
         remote_kind: Kind = "DRAM",
     ) -> NixlTransfer:
         """Starts to copy `local` to `remote` (WRITE) or back (READ), by descriptors of equal length. `peer`: owner of
-        `remote`, None for this agent's own (a file). Raises PeerGone, RoadFailed."""
+        `remote`, None for this agent's own (a file). Raises PeerGone, TransportFailed."""
         agent = self._agent
         try:
             local_descriptors, remote_descriptors = (
@@ -163,14 +163,14 @@ class NixlAgent:
         while self._agent is not None and self._registered:
             try:
                 self.deregister(self._registered[-1])
-            except RoadFailed:
+            except TransportFailed:
                 continue
         self._agent = None
 
-    def _error(self, error: Exception, peer: str | None) -> RoadFailed | PeerGone:
+    def _error(self, error: Exception, peer: str | None) -> TransportFailed | PeerGone:
         if type(error).__name__ == "nixlRemoteDisconnectError":
             return PeerGone(f"{peer} hung up")
-        return RoadFailed(f"NIXL's back end {self._backend} failed ({_told(error)})")
+        return TransportFailed(f"NIXL's back end {self._backend} failed ({_told(error)})")
 
 
 class NixlTransfer:
@@ -179,13 +179,14 @@ class NixlTransfer:
     def __init__(self, agent: NixlAgent, handle: Any, peer: str | None) -> None:
         self._agent, self._handle, self._peer = agent, handle, peer
         self._state = "PROC"
-        self._failure: PeerGone | RoadFailed | None = None
+        self._failure: PeerGone | TransportFailed | None = None
 
     def post(self) -> None:
         self._step(lambda: self._agent._agent.transfer(self._handle))
 
     def poll(self) -> bool:
-        """Polls once, which advances the back end; returns whether all is transferred. Raises PeerGone, RoadFailed."""
+        """Polls once, which advances the back end; returns whether all is transferred. Raises PeerGone,
+        TransportFailed."""
         if self._failure is not None:
             raise self._failure
         if self._state == "PROC":
@@ -193,8 +194,8 @@ class NixlTransfer:
         return self._state == "DONE"
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until the transfer is complete. Raises RoadTimeout, PeerGone, RoadFailed; after each of these a
-        write may still be in progress until the agents have disconnected."""
+        """Waits until the transfer is complete. Raises TransportTimeout, PeerGone, TransportFailed; after
+        each of these a write may still be in progress until the agents have disconnected."""
         until = time.monotonic() + timeout_s
         polls, pause_s = 0, PAUSE_S
         while not self.poll():
@@ -202,7 +203,7 @@ class NixlTransfer:
             if polls < ASK_AT_ONCE:
                 continue
             if time.monotonic() > until:
-                raise RoadTimeout(f"nothing more came from NIXL in {timeout_s:g} s")
+                raise TransportTimeout(f"nothing more came from NIXL in {timeout_s:g} s")
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
 
@@ -212,7 +213,7 @@ class NixlTransfer:
         if handle is None:
             return
         if self._state == "PROC":
-            self._failure = RoadFailed("the transfer was called off")
+            self._failure = TransportFailed("the transfer was called off")
         try:
             self._agent._agent.release_xfer_handle(handle)
         except self._agent._failures:
@@ -231,12 +232,12 @@ class NixlTransfer:
             self._failure = self._agent._error(error, self._peer)
             raise self._failure from error
         if self._state == "ERR":
-            self._failure = RoadFailed(f"NIXL's back end {self._agent._backend} failed")
+            self._failure = TransportFailed(f"NIXL's back end {self._agent._backend} failed")
             raise self._failure
 
 
 _CUFILE = "GPUDirect Storage wants an NVIDIA GPU, its driver with nvidia-fs, and libcufile (package nvidia-cufile)"
-_WANTS = {"GDS": _CUFILE, "GDS_MT": _CUFILE, "POSIX": "take another disk_road", "UCX": "take another peer_road"}
+_WANTS = {"GDS": _CUFILE, "GDS_MT": _CUFILE, "POSIX": "take another disk_backend", "UCX": "take another peer_transport"}
 """Advice where a back end does not start."""
 
 

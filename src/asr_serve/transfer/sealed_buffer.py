@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from asr_serve.errors import Torn
+from asr_serve.errors import ChecksumMismatch
 from asr_serve.transfer.checksum import checksum
 
 SUPPORTED = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
@@ -79,17 +79,17 @@ class SealedBuffer:
         return copied
 
     def read(self) -> list[bytes]:
-        """Returns the parts. Raises Torn."""
+        """Returns the parts. Raises ChecksumMismatch."""
         label, parts, offset = self.label, list[bytes](), 0
         size = os.fstat(self._fd).st_size
         if size != label.nbytes:
-            raise Torn(f"a parcel of {size} bytes", f"its label says {label.nbytes}")
+            raise ChecksumMismatch(f"a parcel of {size} bytes", f"its label says {label.nbytes}")
         if not size:
             return [b""] * len(label.lengths)
         # Private: kernels before 6.7 treat a shared mapping of sealed memory as writable.
         with mmap.mmap(self._fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as memory:
             if checksum(memory) != label.checksum:
-                raise Torn(f"a parcel of {size} bytes whose checksum is another", "what was packed")
+                raise ChecksumMismatch(f"a parcel of {size} bytes whose checksum is another", "what was packed")
             for length in label.lengths:
                 parts.append(memory[offset : offset + length])
                 offset += length

@@ -168,9 +168,9 @@ def test_a_config_file_that_is_not_there_stops_the_server(started: list[ServeCon
         (["--encode-port", "8100"], ["encode_port=8100 has no effect with role=both"]),
         (["--peer", "localhost:1", "--encode-port", "0"], ["encode_port=0 has no effect with role=both"]),
         (["--role", "encode", "--encode-port", "8101"], []),
-        (["--set", "engine.peer_road=tcp"], ["engine.peer_road has no effect without peers"]),
-        (["--role", "encode", "--set", "engine.peer_road=tcp"], []),
-        (["--peer", "localhost:1", "--set", "engine.peer_road=tcp"], []),
+        (["--set", "engine.peer_transport=tcp"], ["engine.peer_transport has no effect without peers"]),
+        (["--role", "encode", "--set", "engine.peer_transport=tcp"], []),
+        (["--peer", "localhost:1", "--set", "engine.peer_transport=tcp"], []),
     ],
 )
 def test_unsafe_settings_are_warned_about(started: list[ServeConfig], arguments: list[str], warned: list[str]) -> None:

@@ -21,7 +21,7 @@ from asr_serve.config import MIN_HOST_BYTES, EngineConfig
 from asr_serve.engine.cache import TieredStore, disk_worker
 from asr_serve.engine.cache.integrity import AesGcmIntegrity, read_key
 from asr_serve.engine.cache.store_entry import CHUNK_BYTES, StoreEntry, StorePlacement
-from asr_serve.errors import DiskFailed, OptionError, RoadTimeout, UnsupportedOption
+from asr_serve.errors import DiskFailed, OptionError, TransportTimeout, UnsupportedOption
 from asr_serve.metrics import EngineMetrics
 from asr_serve.transfer.disk import BLOCK, Disk, aligned_memory, open_disk
 from asr_serve.transfer.disk.nameless_file import address
@@ -434,7 +434,7 @@ class LateDisk(MemoryDisk):
     def read(self, extents: Extents) -> Iterator[int]:
         self._expect_alive()
         self.lost, self.late = True, tuple(memory for _, memory in extents)
-        raise DiskFailed("it did not end in time") from RoadTimeout("nothing more came")
+        raise DiskFailed("it did not end in time") from TransportTimeout("nothing more came")
         yield
 
     def write(self, extents: Extents) -> Iterator[int]:

@@ -146,7 +146,9 @@ def decoder(checkpoint: Path) -> Iterator[Begin]:
     def start(*ports: int, keys: tuple[str, ...] = (), **settings: Any) -> EngineClient:
         found = AsrCheckpoint.find(MODEL, checkpoint)
         peers = tuple(f"127.0.0.1:{port}" for port in ports)
-        config = msgspec.structs.replace(CONFIG, **{"role": "decode", "peers": peers, "peer_road": "tcp", **settings})
+        config = msgspec.structs.replace(
+            CONFIG, **{"role": "decode", "peers": peers, "peer_transport": "tcp", **settings}
+        )
         met = found.peer_identity(config, ("127.0.0.1", 0), keys)
         started.append(
             EngineClient(config, thread_backend(found.card, lambda: found.build("cpu", "fp32"), meeting=met))
@@ -216,7 +218,7 @@ def encoded_by(client: EngineClient) -> int:
 def test_every_transport_gives_the_tokens_of_one_engine(one_worker, decoder, expected, transport, carries) -> None:
     encode_engine, port = one_worker
     before = encoded_by(encode_engine)
-    client = decoder(port, peer_road=transport, peer_carries=carries)
+    client = decoder(port, peer_transport=transport, peer_carries=carries)
     ready(client)
     assert (peers(client).peers[0].connection.payload, peers(client).peers[0].connection.receiver.kind) == (
         carries,
@@ -536,7 +538,7 @@ def test_whisper_gives_the_same_tokens(carries, window) -> None:
     alone = tiny_whisper.start(window=window, prefix_bytes=0)
     reference_tokens = [alone.submit(pcm).future.result(WAIT_S).tokens for pcm in tiny_whisper.CLIPS]
     alone.close()
-    pair = Pair(tiny_whisper, window=window, peer_road="tcp", peer_carries=carries)
+    pair = Pair(tiny_whisper, window=window, peer_transport="tcp", peer_carries=carries)
     tickets = [pair.client.submit(pcm) for pcm in tiny_whisper.CLIPS]
     assert tokens_of(tickets) == reference_tokens
     assert pair.worker.encoded >= len(tickets)
@@ -546,7 +548,7 @@ def test_whisper_gives_the_same_tokens(carries, window) -> None:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Pair(tiny_moonshine, peer_road="tcp")
+    made = Pair(tiny_moonshine, peer_transport="tcp")
     yield made
     made.close()
 
@@ -722,7 +724,7 @@ def test_a_failed_remote_encoding_is_repeated_here_and_then_fails(pair, monkeypa
 def test_a_worker_that_always_fails_is_left_alone(pair, monkeypatch) -> None:
     """It fails faster than others encode: by room alone it would get all."""
     monkeypatch.setattr(peer_pool, "REFUSED_PAUSE_S", 600.0)
-    other = Pair(tiny_moonshine, peer_road="tcp")
+    other = Pair(tiny_moonshine, peer_transport="tcp")
     batches: list[int] = []
     fail_calls(pair.worker, "_encode", *range(1, 99))
     spy(pair.worker, "_encode", lambda batch: batches.append(len(batch)))

@@ -230,7 +230,7 @@ def test_long_batches_of_drafts_are_verified_in_passes(begin, monkeypatch, bound
 @pytest.mark.parametrize("fixed", [0, 40, 200])
 @pytest.mark.parametrize("temperatures", [(0.0,), (0.7,), (0.0, 0.7)])
 def test_a_draft_longer_than_any_answer_is_truncated(begin, fixed, temperatures):
-    """Nothing may be written past a row's pages, whichever road its first try takes."""
+    """Nothing may be written past a row's pages, however its first try is verified."""
     client = begin()
     decoder = client.backend.loop.executor.decode_runner
     longest: list[int] = []

@@ -191,7 +191,7 @@ def test_audio_encoded_at_a_peer_has_the_same_times() -> None:
     options = OPTIONS["moonshine"][0]
     here = [ask(client, "moonshine", i, options).times for i in range(len(CLIPS["moonshine"]))]
     client.close()
-    pair = Pair(tiny_moonshine, peer_road="tcp")
+    pair = Pair(tiny_moonshine, peer_transport="tcp")
     there = [ask(pair.client, "moonshine", i, options).times for i in range(len(CLIPS["moonshine"]))]
     expect_nothing_left(pair.client)
     pair.close()

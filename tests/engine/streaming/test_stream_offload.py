@@ -245,9 +245,9 @@ def test_a_stream_idle_for_long_is_offloaded_without_pressure(now: Clock) -> Non
     made.idle(0.2)
     assert (made.asleep, made.wrapper.free_sessions) == ({0}, 2)
     assert made.streams.due_s is None, "nothing is due: the loop sleeps"
-    assert made.metric("asr_serve_streams_asleep") == 1
-    assert made.metric("asr_serve_stream_sleeps_total") == 1
-    assert made.streams.describe()["streams_asleep"] == 1
+    assert made.metric("asr_serve_streams_offloaded") == 1
+    assert made.metric("asr_serve_stream_offloads_total") == 1
+    assert made.streams.describe()["streams_offloaded"] == 1
     made.close(0)
 
 
@@ -329,7 +329,7 @@ def test_more_streams_than_slots(now: Clock) -> None:
     for caller in callers:
         cuts = [5_000, 5_001, 5_002, len(PCM)]
         assert caller.tokens() == resident("deepspeech", "ctc", caller.pcm, cuts).tokens()
-    assert made.metric("asr_serve_wake_seconds_count") >= 20
+    assert made.metric("asr_serve_stream_restore_seconds_count") >= 20
     made.expect_empty()
 
 
@@ -427,8 +427,8 @@ def test_a_read_starts_at_once_and_holds_no_slot(now: Clock) -> None:
     made.idle(0.5)
     assert offloaded.answered, "and others sleep for it"
     assert made.asleep == {1}
-    assert made.metric("asr_serve_wake_seconds_count") == 1
-    assert made.metric("asr_serve_wake_seconds_sum") == 1.0
+    assert made.metric("asr_serve_stream_restore_seconds_count") == 1
+    assert made.metric("asr_serve_stream_restore_seconds_sum") == 1.0
     made.close(0, 1)
 
 

@@ -24,7 +24,7 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.engine.request import HypothesisRequest
 
 CONFIG = {"use_chunked_inference": True, "max_sessions": 2, "chunk_wait_ms": 1.0, "max_decode_rows": 4}
-OFFLOAD_SOON = {"sleep_after_s": 0.001}
+OFFLOAD_SOON = {"offload_after_s": 0.001}
 FILE = {"host_bytes": 1 << 20, "disk_bytes": 64 << 20}
 """So little memory that most of it goes to the file."""
 CLIPS = [clip(seed, 20_000 + 9_001 * seed) for seed in range(4)]
@@ -61,7 +61,7 @@ def until(client: EngineClient, what: str, count: int) -> None:
 
 
 def expect_empty(client: EngineClient) -> None:
-    for what in ("streams_asleep", "slots_used"):
+    for what in ("streams_offloaded", "slots_used"):
         until(client, what, 0)
     if hasattr(client.backend, "loop"):
         on_loop(client, lambda loop: loop.check())
@@ -89,7 +89,7 @@ def tokens_of_clips(
                 own.append(tuple(token.id for token in found.fixed_tokens))
         at += cut
         if sleeps and not last:
-            until(client, "streams_asleep", len(CLIPS))
+            until(client, "streams_offloaded", len(CLIPS))
             until(client, "slots_used", 0)
     return tokens
 
@@ -119,12 +119,12 @@ def test_offloaded_pages_come_back_bit_for_bit(begin: Begin) -> None:
     for cut in (9_000, 6_001):
         for stream in streams:
             stream.submit_hypothesis(CLIPS[3][:cut], greedy_request(cut)).result(WAIT_S)
-        until(sleeps, "streams_asleep", 1)
+        until(sleeps, "streams_offloaded", 1)
         on_loop(sleeps, lambda loop: loop.executor._seq2seq.decode_runner.kv_cache.fill_(float("nan")))
     for client, stream in zip((sleeps, awake), streams, strict=True):
         stream.submit_hypothesis(CLIPS[3][:700], greedy_request(15_000)).result(WAIT_S)
         if client is sleeps:
-            until(client, "streams_asleep", 1)
+            until(client, "streams_offloaded", 1)
     ours, theirs = (
         on_loop(client, lambda loop, number=stream._number: loop.executor.export_stream(number))
         for client, stream in zip((sleeps, awake), streams, strict=True)
@@ -178,7 +178,7 @@ def test_streams_that_pause_in_mid_sentence_go_on(packaged_speech: Path) -> None
             for number, chunk in enumerate(chunks):
                 if pause and number in (4, 7):
                     everybody.wait(WAIT_S)
-                    until(model._client, "streams_asleep", 3)
+                    until(model._client, "streams_offloaded", 3)
                     everybody.wait(WAIT_S)
                 yield chunk
 

@@ -61,10 +61,10 @@ def test_token_times_survive_offload_handover_and_death(
     happened: list[int] = []
     if how.startswith("sleep"):
         tiers = {"host_bytes": 1 << 20, "disk_bytes": 64 << 20} if how != "sleep" else {}
-        client = begin(max_sessions=2, sleep_after_s=0.001, head=head, **tiers)
+        client = begin(max_sessions=2, offload_after_s=0.001, head=head, **tiers)
 
         def between(number: int) -> None:
-            wait_until(lambda: client.describe().get("streams_asleep") == len(CLIPS), client.describe)
+            wait_until(lambda: client.describe().get("streams_offloaded") == len(CLIPS), client.describe)
             happened.append(number)
     else:
         client = begin(process=True, max_sessions=4, head=head)

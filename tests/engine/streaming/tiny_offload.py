@@ -176,7 +176,7 @@ class ExecutorBench:
             lambda _: None,
             lambda _: None,
             tiers=tiers,
-            sleep_after_s=after_s,
+            offload_after_s=after_s,
             replay=replay,
             compile_hotwords=spell,
         )
@@ -237,4 +237,4 @@ class ExecutorBench:
         assert self.wrapper.states.used == 0
         assert self.kept_bytes == 0
         assert self.tiers is None or not self.tiers.held, "a stream that is gone left something"
-        assert self.metric("asr_serve_streams_asleep") == 0
+        assert self.metric("asr_serve_streams_offloaded") == 0

@@ -247,8 +247,8 @@ def _about_peers(chosen: ServeConfig, given: dict[str, SettingValue]) -> list[st
             f"encode_port={chosen.encode_port} has no effect with role={chosen.engine.role}, only with role=encode"
         )
     if not chosen.engine.peers and chosen.engine.role != "encode":
-        has_peer_road = _is_explicit("engine.peer_road", chosen.engine.peer_road, given)
-        unused = ["peer_keys"] * bool(chosen.peer_keys) + ["engine.peer_road"] * has_peer_road
+        has_peer_transport = _is_explicit("engine.peer_transport", chosen.engine.peer_transport, given)
+        unused = ["peer_keys"] * bool(chosen.peer_keys) + ["engine.peer_transport"] * has_peer_transport
         warnings += [
             f"{name} has no effect without peers: name peers with --peer, or set role=encode" for name in unused
         ]

@@ -222,7 +222,7 @@ class DiskWorker:
             if entry.removed or self.closing:
                 return
             if not loaded:
-                self._index.record_loss(entry, "failed" if one.remaining_chunks else "torn")
+                self._index.record_loss(entry, "failed" if one.remaining_chunks else "corrupted")
             else:
                 self._index.mark_loaded(entry, one.memory)
                 views[:] = [self._index.lend_views(entry, self.wakeup) for _ in callbacks]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from asr_serve.metrics import EngineMetrics
 
 Tier = Literal["device", "host", "disk"]
-Lost = Literal["room", "torn", "failed"]
+Lost = Literal["room", "corrupted", "failed"]
 """Reasons for a loss: evicted for others; not what was written; not readable from the disk."""
 
 

@@ -81,7 +81,7 @@ class TieredStore:
         if not config.host_bytes:
             return None
         key = read_key(config.disk_key_file) if config.disk_key_file is not None else None
-        opener = partial(open_disk, config.disk_path, config.disk_bytes, config.disk_road)
+        opener = partial(open_disk, config.disk_path, config.disk_bytes, config.disk_backend)
         return cls(config.host_bytes, opener if config.disk_bytes else None, key=key, metrics=metrics, pin=pin)
 
     def put(self, name: bytes, parts: Parts, *, pinned: bool) -> bool:

@@ -51,7 +51,7 @@ class PipePcmReader:
 
 
 def send_buffer(pipe: Connection, parcel: SealedBuffer) -> None:
-    """Sends a sealed buffer, after the message with its label. Raises OSError, Torn."""
+    """Sends a sealed buffer, after the message with its label. Raises OSError, ChecksumMismatch."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as line:
         if line.family == socket.AF_UNIX:
             parcel.send(line)

@@ -20,7 +20,7 @@ import numpy as np
 from asr_serve.engine.remote import messages
 from asr_serve.engine.remote.handshake import PeerDescription
 from asr_serve.engine.remote.messages import PeerChannel, quoted
-from asr_serve.errors import AsrServeError, MalformedRequest, PeerGone, PeerRefused, RoadFailed, RoadTimeout
+from asr_serve.errors import AsrServeError, MalformedRequest, PeerGone, PeerRefused, TransportFailed, TransportTimeout
 from asr_serve.metrics import EngineMetrics
 from asr_serve.transfer.transports import BufferRegion, Receiver
 from asr_serve.types import PeerTimings, Priority
@@ -177,7 +177,7 @@ class PeerConnection:
     # --- the peer's thread ----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serves the connection until it breaks. Raises PeerGone, PeerRefused, RoadFailed, MalformedRequest, or
+        """Serves the connection until it breaks. Raises PeerGone, PeerRefused, TransportFailed, MalformedRequest, or
         any unexpected exception."""
         writer = threading.Thread(target=self._send_loop, name="peer writer", daemon=True)
         writer.start()
@@ -220,7 +220,7 @@ class PeerConnection:
             self.channel.close()
 
     def _check_health(self, message: messages.ToClient | None) -> None:
-        """Raises RoadTimeout for a peer that is silent, makes no progress with its batches, or leaves a clip
+        """Raises TransportTimeout for a peer that is silent, makes no progress with its batches, or leaves a clip
         unanswered; and the error that ended the writer."""
         now_s = time.monotonic()
         with self._condition:
@@ -230,15 +230,17 @@ class PeerConnection:
                 self._last_message_s = now_s
             quiet_s, stalled_s = now_s - self._last_message_s, now_s - self._progress_s
             if quiet_s > self._timeout_s:
-                raise RoadTimeout(f"it gave no sign of life for {quiet_s:.1f} s", f"peer_timeout_s={self._timeout_s:g}")
+                raise TransportTimeout(
+                    f"it gave no sign of life for {quiet_s:.1f} s", f"peer_timeout_s={self._timeout_s:g}"
+                )
             if self._batches and stalled_s > self._timeout_s:
-                raise RoadTimeout(
+                raise TransportTimeout(
                     f"nothing came of {len(self._batches)} batches for {stalled_s:.1f} s",
                     f"peer_timeout_s={self._timeout_s:g}",
                 )
             oldest_s = now_s - next((clip.sent_s for clip in self._in_flight.values()), now_s)
             if oldest_s > MAX_AGE_FACTOR * self._timeout_s:
-                raise RoadTimeout(
+                raise TransportTimeout(
                     f"one of {len(self._in_flight)} clips was not answered for {oldest_s:.1f} s",
                     f"{MAX_AGE_FACTOR} x peer_timeout_s={self._timeout_s:g}",
                 )
@@ -275,13 +277,13 @@ class PeerConnection:
 
     def _allocate_region(self, away: RemoteBatch, index: int) -> tuple[messages.EncodeMessage, np.ndarray] | None:
         """Returns the request for a clip, with a region for its output; None where it must wait for memory. Raises
-        RoadFailed."""
+        TransportFailed."""
         clip = away.clips[index]
         full = len(self._in_flight) >= self._met.requests or self._samples + len(clip.pcm) > self._met.samples
         region = None if full else self.receiver.lease(clip.frames * self._frame_bytes)
         if region is None:
             if not self._in_flight:  # no memory will become free
-                raise RoadFailed(f"there is no memory for {clip.frames} frames", "the landing holds the longest")
+                raise TransportFailed(f"there is no memory for {clip.frames} frames", "the landing holds the longest")
             return None
         number = next(self._numbers)
         self._in_flight[number] = InFlightClip(away, index, region, time.monotonic(), time.time_ns())
@@ -293,7 +295,7 @@ class PeerConnection:
     # --- replies ------------------------------------------------------------------------------------------------
 
     def _on_encoded(self, message: messages.EncodeDone) -> None:
-        """Stores the output of a clip. Raises Torn, MalformedRequest."""
+        """Stores the output of a clip. Raises ChecksumMismatch, MalformedRequest."""
         with self._condition:
             request = self._in_flight.get(message.id)
         if request is None:
@@ -315,7 +317,7 @@ class PeerConnection:
             for phase, spent_s in (
                 ("waiting", waited_s),
                 ("encoding", encoded_s),
-                ("road", transfer_s),
+                ("transfer", transfer_s),
                 ("whole", whole_s),
             ):
                 seconds[phase].observe(spent_s)

@@ -15,7 +15,7 @@ import numpy as np
 from asr_serve.engine.remote import handshake, messages
 from asr_serve.engine.remote.handshake import HandshakeSettings, PeerDescription
 from asr_serve.engine.remote.messages import EncodeMessage, EncoderIdentity, PeerChannel
-from asr_serve.errors import AsrServeError, MalformedRequest, PeerGone, RoadFailed
+from asr_serve.errors import AsrServeError, MalformedRequest, PeerGone, TransportFailed
 from asr_serve.transfer import transports
 from asr_serve.transfer.transports import BufferRegion, TransportSender
 from asr_serve.types import Priority
@@ -142,7 +142,7 @@ class EncodeClient:
     # --- requests -----------------------------------------------------------------------------------------
 
     def _attach_transport(self, identity: EncoderIdentity) -> TransportSender:
-        """Attaches the first reachable transport that the client offers. Raises RoadFailed."""
+        """Attaches the first reachable transport that the client offers. Raises TransportFailed."""
         for _ in range(MAX_OFFERS):
             offer = self.channel.expect(messages.TransportOffer)
             if offer.payload not in self._service.frame_bytes:
@@ -154,14 +154,14 @@ class EncodeClient:
                 continue
             try:
                 sender = transports.attach_sender(offer.receiver_offer, only_at=self.channel.remote_host)
-            except RoadFailed as failure:
+            except TransportFailed as failure:
                 self.channel.send(messages.TransportUnreachable(str(failure)[:500]))
                 continue
             self.payload = offer.payload
             self._most_bytes = min(sender.nbytes, max(MAX_UNSENT_BYTES, self._longest_bytes))
             self.channel.send(messages.TransportAttached())
             return sender
-        raise RoadFailed(f"{MAX_OFFERS} transports were offered, and none reaches the other engine")
+        raise TransportFailed(f"{MAX_OFFERS} transports were offered, and none reaches the other engine")
 
     @property
     def _longest_bytes(self) -> int:
@@ -169,7 +169,7 @@ class EncodeClient:
         return self._service.longest_frames * self._service.frame_bytes[self.payload]
 
     def _receive_loop(self) -> None:
-        """Handles messages until the client is gone. Raises PeerGone, RoadFailed, MalformedRequest."""
+        """Handles messages until the client is gone. Raises PeerGone, TransportFailed, MalformedRequest."""
         while True:
             match self.channel.receive(IDLE_TIMEOUT_S):
                 case messages.EncodeMessage() as wanted:
@@ -233,7 +233,7 @@ class EncodeClient:
         try:
             while self._send_next(sender):
                 pass
-        except (PeerGone, RoadFailed) as failure:
+        except (PeerGone, TransportFailed) as failure:
             if not self._over:
                 log.warning("%s cannot be sent what it asked for: %s", self.name, failure)
         except Exception:

@@ -18,7 +18,7 @@ import msgspec
 
 from asr_serve.engine.remote import messages
 from asr_serve.engine.remote.messages import EncoderIdentity, Hello, PeerChannel, quoted
-from asr_serve.errors import MalformedRequest, PeerRefused, RoadTimeout
+from asr_serve.errors import MalformedRequest, PeerRefused, TransportTimeout
 
 HELLO_S = 5.0
 """Time limit of each message of a handshake."""
@@ -69,12 +69,12 @@ def identity_difference(client: EncoderIdentity, worker: EncoderIdentity) -> str
 
 
 def handshake_as_client(line: PeerChannel, identity: EncoderIdentity, keys: Sequence[str]) -> PeerDescription:
-    """Client side of the handshake. Raises PeerRefused, PeerGone, RoadTimeout, MalformedRequest."""
+    """Client side of the handshake. Raises PeerRefused, PeerGone, TransportTimeout, MalformedRequest."""
     hello = Hello(messages.VERSION, os.urandom(NONCE_BYTES), bool(keys))
     line.send(hello)
     reply = line.receive(HELLO_S)
     if reply is None:
-        raise RoadTimeout(f"no Hello came in {HELLO_S:g} s")
+        raise TransportTimeout(f"no Hello came in {HELLO_S:g} s")
     if isinstance(reply, messages.HandshakeRefused):  # before any request: it has no room
         raise PeerRefused(f"it refuses this engine: {quoted(reply.why)}")
     if not isinstance(reply, Hello):

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from asr_serve.errors import MalformedRequest, PeerGone, RoadTimeout
+from asr_serve.errors import MalformedRequest, PeerGone, TransportTimeout
 from asr_serve.transfer.tcp_options import configure_connection, set_timeout
 from asr_serve.transfer.transports import BufferRegion
 from asr_serve.types import Priority
@@ -218,7 +218,7 @@ class PeerChannel:
             raise PeerGone(f"the other engine has hung up: {failure}") from failure
 
     def receive(self, wait_s: float) -> Any:
-        """Returns the next message; None when none has begun within `wait_s`. Raises PeerGone, RoadTimeout when it
+        """Returns the next message; None when none has begun within `wait_s`. Raises PeerGone, TransportTimeout when it
         stops in the middle, MalformedRequest for an invalid one."""
         if not self._ready(wait_s):
             return None
@@ -233,17 +233,17 @@ class PeerChannel:
             raise MalformedRequest(f"{length} bytes that are no message: {quoted(failure)}") from failure
 
     def expect(self, kind: type[M], wait_s: float = MESSAGE_S) -> M:
-        """Returns the next message, which must be of that kind. Raises as `receive`, and RoadTimeout where none
+        """Returns the next message, which must be of that kind. Raises as `receive`, and TransportTimeout where none
         comes."""
         message = self.receive(wait_s)
         if message is None:
-            raise RoadTimeout(f"no {kind.__name__} came in {wait_s:g} s")
+            raise TransportTimeout(f"no {kind.__name__} came in {wait_s:g} s")
         if not isinstance(message, kind):
             raise MalformedRequest(f"a message {type(message).__name__}", f"{kind.__name__} was to come")
         return message
 
     def receive_samples(self, count: int) -> np.ndarray:
-        """Returns the samples that an EncodeMessage announced. Raises PeerGone, RoadTimeout."""
+        """Returns the samples that an EncodeMessage announced. Raises PeerGone, TransportTimeout."""
         pcm = np.empty(count, np.float32)
         self._receive_exactly(pcm.data.cast("B"), time.monotonic() + MESSAGE_S)
         return pcm
@@ -267,7 +267,7 @@ class PeerChannel:
         view, at = memoryview(into), 0
         while at < len(view):
             if not self._ready(end_s - time.monotonic()):
-                raise RoadTimeout(f"a message stopped after {at} of {len(view)} bytes")
+                raise TransportTimeout(f"a message stopped after {at} of {len(view)} bytes")
             try:
                 count = self._end.recv_into(view[at:])
             except OSError as failure:

@@ -17,13 +17,13 @@ from asr_serve.engine.remote.handshake import HELLO_S
 from asr_serve.engine.remote.messages import EncoderIdentity, PeerChannel
 from asr_serve.errors import (
     AsrServeError,
+    ChecksumMismatch,
     MalformedRequest,
     OptionError,
     PeerGone,
     PeerRefused,
-    RoadFailed,
-    RoadTimeout,
-    Torn,
+    TransportFailed,
+    TransportTimeout,
 )
 from asr_serve.metrics import PEER_STATES, EngineMetrics
 from asr_serve.transfer import transports
@@ -41,7 +41,7 @@ ATTACH_S = 15.0
 here."""
 FAILURE_LABELS = {
     "timeout": "lost, too slow",
-    "torn": "lost, what came is torn",
+    "corrupted": "lost, the result arrived corrupted",
     "malformed": "lost, it makes no sense",
 }
 """Log texts for some of metrics.PEER_FAILURES."""
@@ -76,7 +76,7 @@ class PeerPool:
         available = interprocess_transports()
         if settings.transport != "auto" and settings.transport not in available:
             raise OptionError(
-                f"peer_road={settings.transport}", f"here there are {', '.join(available)}", param="peer_road"
+                f"peer_transport={settings.transport}", f"here there are {', '.join(available)}", param="peer_transport"
             )
         self._settings, self.identity = settings, settings.identity
         self._wake: Callable[[], None] = lambda: None
@@ -250,7 +250,7 @@ class EncodePeer:
             connection.run()
         except Exception as failure:
             text = f"peer {self.address}: {failure}"
-            error = type(failure)(text) if isinstance(failure, (RoadTimeout, Torn)) else PeerGone(text)
+            error = type(failure)(text) if isinstance(failure, (TransportTimeout, ChecksumMismatch)) else PeerGone(text)
             usable = not isinstance(failure, PeerRefused)
             if not self._closing.is_set():
                 self._record_failure(_reason(failure), failure)
@@ -281,7 +281,7 @@ class EncodePeer:
     # --- connecting ---------------------------------------------------------------------------------------------
 
     def _connect(self) -> PeerConnection:
-        """Connects and negotiates. Raises PeerRefused, PeerGone, RoadFailed, MalformedRequest, OSError;
+        """Connects and negotiates. Raises PeerRefused, PeerGone, TransportFailed, MalformedRequest, OSError;
         UnicodeError for an invalid host name."""
         host, _, port = self.address.rpartition(":")
         channel = PeerChannel(
@@ -312,7 +312,7 @@ class EncodePeer:
             payload = self._choose_payload(transport, peer.identity)
             try:
                 receiver = transports.create_receiver(transport, self._receive_buffer_bytes(payload), line.local_host)
-            except (RoadFailed, OptionError) as failure:
+            except (TransportFailed, OptionError) as failure:
                 reasons.append(f"{transport}: {failure}")
                 continue
             with contextlib.ExitStack() as undo:
@@ -323,7 +323,7 @@ class EncodePeer:
                     undo.pop_all()
                     return self._open_connection(line, receiver, payload, peer)
             if answer is None:
-                raise RoadTimeout(f"no answer to an offer of {transport} came in {ATTACH_S:g} s")
+                raise TransportTimeout(f"no answer to an offer of {transport} came in {ATTACH_S:g} s")
             if not isinstance(answer, messages.TransportUnreachable):
                 raise MalformedRequest(f"a message {type(answer).__name__}", "Attached or NotAttached was to come")
             reasons.append(f"{transport}: {messages.quoted(answer.why)}")
@@ -342,7 +342,7 @@ class EncodePeer:
             line, landing, carries, frame_bytes, met, settings.timeout_s, settings.metrics, self.address
         )
 
-    def _choose_payload(self, road: str, theirs: EncoderIdentity) -> str:
+    def _choose_payload(self, transport: str, theirs: EncoderIdentity) -> str:
         """Returns the payload: within a machine keys and values, which this engine then need not compute; over a
         network hidden states, which are smaller."""
         compatible = theirs.cross == self._settings.identity.cross
@@ -352,7 +352,7 @@ class EncodePeer:
             )
         if self._settings.payload != "auto":
             return self._settings.payload
-        return "cross" if compatible and road == "shm" else "hidden"
+        return "cross" if compatible and transport == "shm" else "hidden"
 
     def _receive_buffer_bytes(self, carries: str) -> int:
         frame_bytes = self._settings.frame_bytes[carries]
@@ -367,10 +367,10 @@ def interprocess_transports() -> tuple[str, ...]:
 
 def _reason(failure: Exception) -> str:
     match failure:
-        case RoadTimeout():
+        case TransportTimeout():
             return "timeout"
-        case Torn():
-            return "torn"
+        case ChecksumMismatch():
+            return "corrupted"
         case MalformedRequest():
             return "malformed"
         case PeerRefused():

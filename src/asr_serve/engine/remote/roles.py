@@ -127,7 +127,7 @@ def build_peer_pool(
     settings = PeerPoolSettings(
         encoder.identity,
         meeting.keys,
-        config.peer_road,
+        config.peer_transport,
         config.peer_carries,
         config.peer_timeout_s,
         encoder.frame_bytes,

@@ -23,7 +23,7 @@ from asr_serve.cores import CoreContention
 from asr_serve.devices.interface import Device
 from asr_serve.engine.remote.connection import EncodeClip, EncodedBatch, PeerConnection, RemoteBatch
 from asr_serve.engine.remote.peer_pool import PeerPool
-from asr_serve.errors import AsrServeError, PeerGone, RoadTimeout, Torn
+from asr_serve.errors import AsrServeError, ChecksumMismatch, PeerGone, TransportTimeout
 from asr_serve.models.interfaces import EncoderDecoderModel, SpeechLanguageModel
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import PeerTimings, Priority
@@ -106,7 +106,7 @@ get a third of a neighbour's share, too."""
 MAX_LOST_PEERS = 2
 """Peers that may be lost over one request; then it is encoded here, where it may be given up
 (engine/process/backend)."""
-PEER_LOST_ERRORS = (PeerGone, RoadTimeout, Torn)
+PEER_LOST_ERRORS = (PeerGone, TransportTimeout, ChecksumMismatch)
 """Errors of a peer's batch that did not arrive: it is encoded again."""
 MAX_TRACKED_REQUESTS = 4_096
 """Requests whose lost peers are counted; of more, the oldest are forgotten."""

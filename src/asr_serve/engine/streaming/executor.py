@@ -35,17 +35,17 @@ class StreamingExecutor:
         on_start: Callable[[list[int]], None],
         *,
         tiers: OffloadStore | None = None,
-        sleep_after_s: float = 10.0,
+        offload_after_s: float = 10.0,
         replay: bool = False,
         compile_hotwords: Callable[[str], StreamingBiasingList] | None = None,
         language_models: Mapping[str, TokenLanguageModel] = MappingProxyType({}),
     ) -> None:
         """`shares`: share of slots of each class while several wait. `tiers`: where callers' streams are offloaded
-        after `sleep_after_s` without audio; None: never. `replay`: the tiers may lose a stream, which is then
+        after `offload_after_s` without audio; None: never. `replay`: the tiers may lose a stream, which is then
         replayed from its retained audio. `compile_hotwords`: for the search; None: it takes none. `language_models`:
         those of the search by name."""
         self.model_runner, self.device = runner, runner.device
-        self._offloader, self._replays = StreamOffloader(tiers, sleep_after_s), replay
+        self._offloader, self._replays = StreamOffloader(tiers, offload_after_s), replay
         self._on_done, self._on_start = on_done, on_start
         self._streams: dict[int, StreamRequest] = {}
         self._failures: dict[int, Exception] = {}
@@ -123,7 +123,7 @@ class StreamingExecutor:
 
     def describe(self) -> dict[str, Any]:
         slots = {"slots": self.model_runner.states.slots, "slots_used": self.model_runner.states.used}
-        return slots | {"streams_asleep": len(self._offloader.offloaded)}
+        return slots | {"streams_offloaded": len(self._offloader.offloaded)}
 
     # --- utterances --------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
-from asr_serve.errors import DiskFailed, OptionError, RoadTimeout
+from asr_serve.errors import DiskFailed, OptionError, TransportTimeout
 from asr_serve.transfer.disk.nameless_file import BLOCK, FileExtent, NamelessFile, aligned_memory, disk_failure
 
 
@@ -60,7 +60,7 @@ class DiskBackend(ABC):
             for _ in self.read([(0, aligned_memory(BLOCK))]):
                 pass
         except DiskFailed as error:
-            raise OptionError(f"disk_road {self.name} does not work here: {error}", param="disk_road") from error
+            raise OptionError(f"disk_backend {self.name} does not work here: {error}", param="disk_backend") from error
 
     @abstractmethod
     def _transfer_extents(self, fd: int, extents: list[FileExtent], write: bool) -> Iterator[int]:
@@ -87,7 +87,7 @@ def still_under_way(failure: DiskFailed) -> bool:
     """Returns whether the disk may access the memory of a failed transfer as long as this process lives: it neither
     completed nor could be cancelled. That memory must not be used for anything else, and the back end accepts no
     more transfers."""
-    return isinstance(failure.__cause__, RoadTimeout)
+    return isinstance(failure.__cause__, TransportTimeout)
 
 
 def split_extents(extents: list[FileExtent], nbytes: int) -> Iterator[IoPiece]:

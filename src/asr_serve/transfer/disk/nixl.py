@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 
-from asr_serve.errors import DiskFailed, OptionError, PeerGone, RoadFailed, RoadTimeout
+from asr_serve.errors import DiskFailed, OptionError, PeerGone, TransportFailed, TransportTimeout
 from asr_serve.transfer.disk.base import DiskBackend, IoPiece, split_extents
 from asr_serve.transfer.disk.nameless_file import FileExtent, NamelessFile, address
 from asr_serve.transfer.nixl_agent import Backend, NixlAgent, NixlDescriptor, NixlTransfer
@@ -42,7 +42,7 @@ class NixlDiskBackend(DiskBackend):
             self._idle.append(self._agent())
         except OptionError as error:
             raise OptionError(
-                f"disk_road {self.name}: {error.came}", error.allowed, error.todo, param="disk_road"
+                f"disk_backend {self.name}: {error.came}", error.allowed, error.todo, param="disk_backend"
             ) from error
 
     def _agent(self) -> NixlAgent:
@@ -56,7 +56,7 @@ class NixlDiskBackend(DiskBackend):
             agent = self._agent()
         try:
             yield from self._run_pieces(agent, fd, extents, write)
-        except (RoadFailed, PeerGone) as error:
+        except (TransportFailed, PeerGone) as error:
             raise DiskFailed(f"the disk cannot {'write' if write else 'read'} ({error.came})") from error
         finally:
             if agent not in LEAKED_BUFFERS:
@@ -108,10 +108,10 @@ class NixlDiskBackend(DiskBackend):
         for piece, transfer in list(under_way):
             try:
                 transfer.wait(max(0.0, deadline - time.monotonic()))
-            except RoadTimeout as timeout:
+            except TransportTimeout as timeout:
                 timed_out = timeout
                 continue
-            except (RoadFailed, PeerGone):
+            except (TransportFailed, PeerGone):
                 pass  # it has ended
             transfer.release()
             under_way.remove((piece, transfer))

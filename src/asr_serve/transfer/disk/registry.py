@@ -38,7 +38,7 @@ class Disk(Protocol):
     def close(self) -> None: ...
 
 
-def open_disk(folder: str | None, nbytes: int, road: DiskBackendName = "auto") -> Disk:
+def open_disk(folder: str | None, nbytes: int, backend_name: DiskBackendName = "auto") -> Disk:
     """Creates a file of `nbytes` (rounded up to whole blocks) in `folder`, None: the system's folder for temporary
     files.
 
@@ -53,18 +53,18 @@ def open_disk(folder: str | None, nbytes: int, road: DiskBackendName = "auto") -
     file = NamelessFile(folder, nbytes)
     with contextlib.ExitStack() as undo:
         undo.callback(file.close)
-        disk = _open_backend(file, road)
+        disk = _open_backend(file, backend_name)
         undo.pop_all()
     return disk
 
 
-def _open_backend(file: NamelessFile, road: DiskBackendName) -> DiskBackend:
-    if road == "auto":
+def _open_backend(file: NamelessFile, name: DiskBackendName) -> DiskBackend:
+    if name == "auto":
         try:
             return _open_backend(file, "uring")
         except OptionError as error:
             log.info("%s The disk goes by threads.", error)
-            road = "threads"
-    backend = DISK_BACKENDS[road](file)
+            name = "threads"
+    backend = DISK_BACKENDS[name](file)
     backend.probe()
     return backend

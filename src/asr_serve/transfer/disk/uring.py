@@ -32,18 +32,18 @@ class UringDiskBackend(DiskBackend):
         module = kernels.disk()
         if module is None:
             raise OptionError(
-                "disk_road uring: the native module was not built",
-                todo="install a C++ compiler and asr-serve again, or take disk_road threads",
-                param="disk_road",
+                "disk_backend uring: the native module was not built",
+                todo="install a C++ compiler and asr-serve again, or take disk_backend threads",
+                param="disk_backend",
             )
         self._uring = module.Uring
         try:
             self._idle.append(self._uring(DEPTH, PIECE_BYTES))
         except OSError as error:
             raise OptionError(
-                f"disk_road uring: this kernel or container allows no io_uring ({error.strerror})",
-                todo="allow io_uring_setup, io_uring_enter and io_uring_register, or take disk_road threads",
-                param="disk_road",
+                f"disk_backend uring: this kernel or container allows no io_uring ({error.strerror})",
+                todo="allow io_uring_setup, io_uring_enter and io_uring_register, or take disk_backend threads",
+                param="disk_backend",
             ) from error
 
     def _transfer_extents(self, fd: int, extents: list[FileExtent], write: bool) -> Iterator[int]:

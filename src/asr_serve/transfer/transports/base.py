@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from asr_serve.errors import Cancelled, PeerGone, RoadFailed, Torn
+from asr_serve.errors import Cancelled, ChecksumMismatch, PeerGone, TransportFailed
 from asr_serve.transfer.checksum import checksum as checksum_of
 from asr_serve.transfer.transports.allocator import BufferAllocator
 
@@ -73,17 +73,17 @@ class ReceiverOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_offer(offer: bytes) -> ReceiverOffer:
-    """Parses an offer. Raises RoadFailed for an invalid one."""
+    """Parses an offer. Raises TransportFailed for an invalid one."""
     try:
         return msgspec.msgpack.decode(offer, type=ReceiverOffer)
     except (msgspec.DecodeError, RecursionError) as wrong:
-        raise RoadFailed(f"an offer of memory that makes no sense: {str(wrong)[:200]!r}") from None
+        raise TransportFailed(f"an offer of memory that makes no sense: {str(wrong)[:200]!r}") from None
 
 
 def expect_address(host: str, only_at: str | None) -> None:
-    """Raises RoadFailed for an invalid address, or one other than `only_at`."""
+    """Raises TransportFailed for an invalid address, or one other than `only_at`."""
     if only_at is not None and _address(host) != _address(only_at):
-        raise RoadFailed(
+        raise TransportFailed(
             f"a landing memory at {host[:100]!r} is offered from {only_at}",
             "the address from which the offer comes, as it is seen here",
             "offer it without address translation between the two",
@@ -92,11 +92,11 @@ def expect_address(host: str, only_at: str | None) -> None:
 
 def _address(host: str) -> IPv4Address | IPv6Address:
     """Parses an address. IPv4 mapped into IPv6 becomes IPv4; the interface (%eth0) is dropped: its name differs
-    between machines. Raises RoadFailed."""
+    between machines. Raises TransportFailed."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:
-        raise RoadFailed(f"an address {host[:100]!r} is offered", "an IPv4 or IPv6 address in numbers") from None
+        raise TransportFailed(f"an address {host[:100]!r} is offered", "an IPv4 or IPv6 address in numbers") from None
     return getattr(address, "ipv4_mapped", None) or address
 
 
@@ -137,10 +137,10 @@ class Receiver:
         self._closed = False
 
     def lease(self, nbytes: int) -> BufferRegion | None:
-        """Leases a region of `nbytes` bytes, 1 or more; None when there is no room now. Raises RoadFailed for more than
-        the whole memory, PeerGone."""
+        """Leases a region of `nbytes` bytes, 1 or more; None when there is no room now. Raises TransportFailed for more
+        than the whole memory, PeerGone."""
         if nbytes > self._allocator.nbytes:
-            raise RoadFailed(
+            raise TransportFailed(
                 f"{nbytes} bytes for a landing memory of {self._allocator.nbytes}",
                 todo="make that larger, or send less",
             )
@@ -157,14 +157,14 @@ class Receiver:
         """Returns the bytes written into the first `nbytes` of a region, or of a part of one: uint8, valid until
         `release`.
 
-        `nbytes` and `checksum` come with the sender's answer. Raises Torn where the memory holds something else;
-        RoadFailed where region or size does not match a lease, or it was answered before; Cancelled when the region was
-        released already; PeerGone."""
+        `nbytes` and `checksum` come with the sender's answer. Raises ChecksumMismatch where the memory holds something
+        else; TransportFailed where region or size does not match a lease, or it was answered before; Cancelled when the
+        region was released already; PeerGone."""
         with self._lock:
             self._expect_open()
             lease = self._leased_region(spot)
             if lease is None or lease.sender_done or not 1 <= nbytes <= spot.nbytes:
-                raise RoadFailed(f"an answer about {nbytes} bytes at {spot}, of which no such spot is lent")
+                raise TransportFailed(f"an answer about {nbytes} bytes at {spot}, of which no such spot is lent")
             if spot == lease.spot:
                 lease.sender_done = True
                 self._free_region(lease)
@@ -172,7 +172,7 @@ class Receiver:
                 raise Cancelled(f"what was put at {spot} is not wanted any more")
             view = self._view(spot, nbytes)
         if self.checked and checksum_of(view) != checksum:
-            raise Torn(
+            raise ChecksumMismatch(
                 f"{nbytes} bytes came by {self.kind} with another checksum than they were sent with",
                 todo="send them again, by another transport if it goes on",
             )
@@ -183,14 +183,14 @@ class Receiver:
         more.
 
         Called for a refusal, for an answer to a cancelled request, and after the last of several parts. May be
-        called after `received`. Raises RoadFailed for a region that is not leased.
+        called after `received`. Raises TransportFailed for a region that is not leased.
         """
         with self._lock:
             if self._closed:
                 return
             lease = self._leased.get(spot.at)
             if lease is None or lease.spot != spot:
-                raise RoadFailed(f"an answer about {spot}, which is not lent")
+                raise TransportFailed(f"an answer about {spot}, which is not lent")
             lease.sender_done = True
             self._free_region(lease)
 
@@ -254,9 +254,9 @@ class TransportSender:
         """Writes bytes to the beginning of a region, or of a part of one; returns their checksum once they have
         arrived.
 
-        `data`: uint8, one-dimensional and contiguous; the caller may change it afterwards. Raises RoadFailed for a
-        region that is too small or not in the receiver's memory; PeerGone; RoadTimeout. After the last two, nothing
-        more can be sent by this sender."""
+        `data`: uint8, one-dimensional and contiguous; the caller may change it afterwards. Raises TransportFailed for a
+        region that is too small or not in the receiver's memory; PeerGone; TransportTimeout. After the last two,
+        nothing more can be sent by this sender."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -268,7 +268,7 @@ class TransportSender:
         assert data.ndim == 1
         assert data.flags.c_contiguous
         if not 1 <= data.nbytes <= spot.nbytes or not 0 <= spot.at <= self.nbytes - spot.nbytes:
-            raise RoadFailed(
+            raise TransportFailed(
                 f"{data.nbytes} bytes for {spot} of a landing memory of {self.nbytes} bytes",
                 "1 byte or more, in a spot that is large enough and lies in that memory",
             )

@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 
-from asr_serve.errors import PeerGone, RoadFailed
+from asr_serve.errors import PeerGone, TransportFailed
 from asr_serve.transfer.transports import base
 from asr_serve.transfer.transports.base import BufferRegion, ReceiverOffer
 
@@ -27,7 +27,7 @@ def attach_sender(offer: ReceiverOffer, only_at: str | None) -> LocalSender:
     """Attaches to a receiver of this process. `only_at` is ignored: nothing leaves the machine."""
     receiver = _open.pop(offer.token, None)
     if receiver is None:
-        raise RoadFailed(
+        raise TransportFailed(
             "a landing memory that is not in this process, or has its sender", todo="take another transport"
         )
     return LocalSender(offer, receiver)
@@ -45,12 +45,12 @@ class LocalReceiver(base.Receiver):
         _open[offer.token] = self
 
     def write_direct(self, spot: BufferRegion, data: np.ndarray) -> None:
-        """Writes for the sender. Raises RoadFailed where the region is not leased, PeerGone."""
+        """Writes for the sender. Raises TransportFailed where the region is not leased, PeerGone."""
         with self._lock:
             self._expect_open()
             lease = self._leased_region(spot)
             if lease is None or lease.sender_done:
-                raise RoadFailed(f"{data.nbytes} bytes for {spot}, which is not lent")
+                raise TransportFailed(f"{data.nbytes} bytes for {spot}, which is not lent")
             if lease.spot == spot and not data.flags.writeable:
                 self._handed[spot.at] = data
                 return
@@ -79,7 +79,7 @@ class LocalSender(base.TransportSender):
         self._lock = threading.Lock()
 
     def write_region(self, spot: BufferRegion, data: np.ndarray, timeout_s: float) -> int:
-        """Writes as in the base class. Raises RoadFailed, PeerGone; never RoadTimeout."""
+        """Writes as in the base class. Raises TransportFailed, PeerGone; never TransportTimeout."""
         self._validate(spot, data)
         receiver = self._landing
         if receiver is None:

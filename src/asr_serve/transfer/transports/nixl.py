@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asr_serve.errors import OptionError, PeerGone, RoadFailed, RoadTimeout
+from asr_serve.errors import OptionError, PeerGone, TransportFailed, TransportTimeout
 from asr_serve.transfer import nixl_agent
 from asr_serve.transfer.checksum import checksum
 from asr_serve.transfer.nixl_agent import NixlAgent, NixlDescriptor
@@ -76,7 +76,7 @@ class NixlReceiver(base.Receiver):
         try:
             self._agent.register(memory.ctypes.data, nbytes)
             location = msgspec.msgpack.encode((self._agent.metadata(), memory.ctypes.data, host))
-        except RoadFailed as error:
+        except TransportFailed as error:
             self._agent.close()
             raise OptionError(f"a landing memory of {nbytes} bytes ({error})", todo="take another transport") from error
         super().__init__(ReceiverOffer("nixl", nbytes, base.new_token(), location), memory)
@@ -117,12 +117,12 @@ class NixlSender(base.TransportSender):
             base.expect_address(host, only_at)
             self._agent = NixlAgent("UCX", BETWEEN_MACHINES | _devices(_towards(host)))
         except (msgspec.DecodeError, OSError, ValueError, OptionError) as error:
-            raise RoadFailed(
+            raise TransportFailed(
                 f"a nixl transport was offered that cannot be reached ({error})", todo="take another"
             ) from error
         try:
             self._peer = self._agent.add_remote(metadata)
-        except RoadFailed:
+        except TransportFailed:
             self._agent.close()
             raise
 
@@ -130,11 +130,11 @@ class NixlSender(base.TransportSender):
         self._validate(spot, data)
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
-            raise RoadTimeout(f"the nixl transport was busy for {timeout_s:g} s")
+            raise TransportTimeout(f"the nixl transport was busy for {timeout_s:g} s")
         try:
             self._expect_open()
             digest = self._write(spot, data, deadline)
-        except (RoadFailed, PeerGone):
+        except (TransportFailed, PeerGone):
             # A started write may still be in progress: closing the agent stops it from reading `data`.
             self._closed = True
             raise
@@ -163,10 +163,10 @@ class NixlSender(base.TransportSender):
                 remaining_s = until - time.monotonic()
                 try:
                     transfer.wait(min(max(remaining_s, 0.0), SLICE_S))
-                except RoadTimeout:
+                except TransportTimeout:
                     if remaining_s <= SLICE_S:
-                        raise RoadTimeout(f"{data.nbytes} bytes were not there by nixl in time") from None
-                except RoadFailed as error:
+                        raise TransportTimeout(f"{data.nbytes} bytes were not there by nixl in time") from None
+                except TransportFailed as error:
                     raise PeerGone(f"the other end of a nixl transport is gone ({error})") from error
         self._agent.deregister(entry)
         return digest

@@ -33,7 +33,7 @@ def attach_sender(offer: bytes, only_at: str | None = None) -> TransportSender:
     """Attaches a sender to a receiver that another process, or this one, offers.
 
     `only_at`: the only address that an untrusted offer may name, that of its origin: else the offer chooses the machine
-    that this one connects to. Any port of it may be named. Raises RoadFailed where attaching fails: an unavailable
+    that this one connects to. Any port of it may be named. Raises TransportFailed where attaching fails: an unavailable
     transport, another machine's memory or address, no peer there."""
     parsed = read_offer(offer)
     sender: TransportSender = _load_transport(parsed.kind).attach_sender(parsed, only_at)

@@ -31,13 +31,13 @@ from pathlib import Path
 
 import numpy as np
 
-from asr_serve.errors import OptionError, PeerGone, RoadFailed
+from asr_serve.errors import OptionError, PeerGone, TransportFailed
 from asr_serve.transfer.checksum import copy_and_sum
 from asr_serve.transfer.transports import base
 from asr_serve.transfer.transports.base import BufferRegion, ReceiverOffer
 
 FOLDER = Path("/dev/shm")
-PREFIX = "asr-serve-road-"
+PREFIX = "asr-serve-transport-"
 _NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{32}")
 HEAD_BYTES = mmap.PAGESIZE
 """Header before the receiver's memory: the token, and then a byte that is 1 once the receiver is closed."""
@@ -116,7 +116,7 @@ class ShmSender(base.TransportSender):
         self._closed = False
 
     def write_region(self, spot: BufferRegion, data: np.ndarray, timeout_s: float) -> int:
-        """Writes as in the base class. Raises RoadFailed, PeerGone; never RoadTimeout."""
+        """Writes as in the base class. Raises TransportFailed, PeerGone; never TransportTimeout."""
         self._validate(spot, data)
         self._expect_landing()
         digest = copy_and_sum(self._memory[spot.at : spot.at + data.nbytes], data)
@@ -147,10 +147,10 @@ def _unlocked(fd: int) -> bool:
 
 
 def _attached(offer: ReceiverOffer) -> tuple[int, mmap.mmap]:
-    """Opens and maps the file of an offer, and removes its name. Raises RoadFailed."""
+    """Opens and maps the file of an offer, and removes its name. Raises TransportFailed."""
     name = offer.where.decode("ascii", "replace")
     if not _NAME.fullmatch(name):
-        raise RoadFailed("shared memory of a name that none of ours has")
+        raise TransportFailed("shared memory of a name that none of ours has")
     path = FOLDER / name
     with contextlib.ExitStack() as undo:
         try:
@@ -160,12 +160,12 @@ def _attached(offer: ReceiverOffer) -> tuple[int, mmap.mmap]:
             _expect_ours(status, offer.nbytes)
             memory = _mapped(fd, HEAD_BYTES + offer.nbytes)
         except OSError as error:
-            raise RoadFailed(
+            raise TransportFailed(
                 f"shared memory that is offered is not on this machine ({error.strerror})",
                 todo="take another transport",
             ) from error
         if not hmac.compare_digest(memory[: base.TOKEN_BYTES], offer.token):
-            raise RoadFailed("shared memory of the right name is not the one that was offered")
+            raise TransportFailed("shared memory of the right name is not the one that was offered")
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         undo.pop_all()
@@ -175,7 +175,7 @@ def _attached(offer: ReceiverOffer) -> tuple[int, mmap.mmap]:
 def _expect_ours(found: os.stat_result, nbytes: int) -> None:
     private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
     if not private or found.st_size != HEAD_BYTES + nbytes:
-        raise RoadFailed("what is offered as shared memory is of another user, open to others or of another size")
+        raise TransportFailed("what is offered as shared memory is of another user, open to others or of another size")
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:

@@ -25,13 +25,13 @@ import time
 import msgspec
 import numpy as np
 
-from asr_serve.errors import OptionError, PeerGone, RoadFailed, RoadTimeout
+from asr_serve.errors import OptionError, PeerGone, TransportFailed, TransportTimeout
 from asr_serve.transfer.checksum import checksum
 from asr_serve.transfer.tcp_options import configure_connection, set_timeout
 from asr_serve.transfer.transports import base
 from asr_serve.transfer.transports.base import BufferRegion, ReceiverOffer
 
-HELLO = b"asr-serve road 1"
+HELLO = b"asr-serve transport 1"
 HEAD = struct.Struct("!QQ")
 TAKEN, REFUSED = b"+", b"-"
 CALL_BYTES = 64 << 20
@@ -184,7 +184,7 @@ class TcpSender(base.TransportSender):
             base.expect_address(host, only_at)
             self._line = _connected(only_at or host, port)
         except (msgspec.DecodeError, OSError, OverflowError, ValueError) as error:
-            raise RoadFailed(
+            raise TransportFailed(
                 f"a tcp transport was offered that cannot be reached ({error})", todo="take another"
             ) from error
         try:
@@ -194,25 +194,25 @@ class TcpSender(base.TransportSender):
             welcome = self._line.recv(1)
         except OSError as error:
             self._line.close()
-            raise RoadFailed(
+            raise TransportFailed(
                 f"a tcp transport was offered, but nothing answers there ({error})", todo="take another"
             ) from error
         if welcome != TAKEN:
             self._line.close()
-            raise RoadFailed("a tcp transport was offered, but its token is unknown there, or was used already")
+            raise TransportFailed("a tcp transport was offered, but its token is unknown there, or was used already")
 
     def write_region(self, spot: BufferRegion, data: np.ndarray, timeout_s: float) -> int:
         self._validate(spot, data)
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
-            raise RoadTimeout(f"the tcp transport was busy for {timeout_s:g} s")
+            raise TransportTimeout(f"the tcp transport was busy for {timeout_s:g} s")
         try:
             self._send([memoryview(HEAD.pack(spot.at, data.nbytes)), data.data], deadline)
             digest = checksum(data)  # while the last bytes are in flight
             answer = self._answer(deadline)
         except BlockingIOError:  # the socket's error for a timeout
             self._hang_up()
-            raise RoadTimeout(f"{data.nbytes} bytes were not there by tcp in {timeout_s:g} s") from None
+            raise TransportTimeout(f"{data.nbytes} bytes were not there by tcp in {timeout_s:g} s") from None
         except OSError as error:
             self._hang_up()
             raise PeerGone(f"the other end of a tcp transport is gone ({error})", todo="ask another engine") from error
@@ -222,7 +222,7 @@ class TcpSender(base.TransportSender):
             return digest
         self._hang_up()
         if answer == REFUSED:
-            raise RoadFailed(f"{data.nbytes} bytes for {spot}, which was refused: it is not lent")
+            raise TransportFailed(f"{data.nbytes} bytes for {spot}, which was refused: it is not lent")
         raise PeerGone("the other end of a tcp transport hung up", todo="ask another engine")
 
     def close(self) -> None:

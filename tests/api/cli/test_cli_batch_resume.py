@@ -28,6 +28,7 @@ from asr_serve.api.cli.io.upload_record import MAX_RECORD_AGE_S, UploadRecord, u
 from asr_serve.config import submissions_dir
 
 NAMES = ["1.wav", "2.wav", "3.wav", "4.wav"]
+ENDED = ("completed", "failed", "cancelled", "expired")
 KEEP_DAYS = 20
 """Age at which the server deletes files."""
 
@@ -140,7 +141,7 @@ class Batches:
         self.relay.reset()
         for batch in self.batches():
             self.http.post(f"/v1/batches/{batch}/cancel")
-        eventually(lambda: all(each["status"] != "cancelling" for each in self.http.get("/v1/batches").json()["data"]))
+        eventually(lambda: all(each["status"] in ENDED for each in self.http.get("/v1/batches").json()["data"]))
         for file in self.http.get("/v1/files").json()["data"]:
             self.http.delete(f"/v1/files/{file['id']}").raise_for_status()
 

@@ -326,7 +326,7 @@ def test_a_damaged_entry_is_lost(store: TieredStore, disk: MemoryDisk, bit: int 
         disk.data[at + bit // 8] ^= 1 << bit % 8
     assert read_back(store, b"a") == [None]
     assert b"a" not in store
-    assert store.describe()["lost_torn"] == 1
+    assert store.describe()["lost_corrupted"] == 1
     assert store.describe()["disk_bytes"] == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -204,6 +205,29 @@ def test_what_is_not_believed_locks_nothing(doubtful):
     assert sure.locked_text == "w1 w2 w3"
 
 
+@pytest.mark.parametrize(("probability", "anchors"), [(0.9, 2), (0.65, 3), (0.45, 5), (0.2, None)])
+def test_the_less_sure_anchors_are_the_more_must_agree(probability, anchors):
+    sure, unsure = math.log(0.95), math.log(probability)
+    answer = recognition((1, 2, 3), logprobs=(sure, unsure, sure))
+    for count in range(1, 8):
+        each = heard_as(*[("anchor", answer)] * count)
+        whole = anchors is not None and count >= anchors
+        assert each.locked_text == ("w1 w2 w3" if whole else "w1" if count >= 2 else ""), count
+        if whole:
+            assert each.locked_to == RATE_HZ, "the first of those that agree has all its words"
+
+
+def test_one_unsure_anchor_or_one_that_disagrees_counts_against_those_before():
+    sure = recognition((1, 2), logprobs=(-0.1, -0.1))
+    unsure = recognition((1, 2), logprobs=(-0.1, math.log(0.3)))
+    assert heard_as(("anchor", unsure), ("anchor", sure)).locked_text == "w1"
+    assert heard_as(("anchor", unsure), ("anchor", sure), ("anchor", sure)).locked_text == "w1 w2"
+    other = recognition((1, 9), logprobs=(-0.1, -0.1))
+    assert heard_as(("anchor", sure), ("anchor", other)).locked_text == "w1"
+    again = heard_as(("anchor", other), ("anchor", sure), ("anchor", sure))
+    assert (again.locked_text, again.locked_to) == ("w1 w2", 2 * RATE_HZ)
+
+
 @pytest.mark.parametrize("accepted", [0, 1, 2])
 @pytest.mark.parametrize("pending", [False, True])
 @pytest.mark.parametrize("due", [0, 1, 3])
@@ -215,7 +239,7 @@ def test_anchors_that_can_lock_nothing_any_more_are_void_once_a_segment_has_ende
     assert not each.drop_void_anchors()
     assert len(each.due_anchors) == due, "while it is open, others may follow"
     each.end = 20 * RATE_HZ
-    locks = accepted + pending + due >= 3
+    locks = accepted + pending + due >= 2
     assert each.drop_void_anchors() == (pending and not locks)
     assert len(each.due_anchors) == (due if locks else 0)
 

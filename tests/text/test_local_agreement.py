@@ -12,8 +12,9 @@ from asr_serve.text.local_agreement import (
     GARBLED_WORDS,
     SEAM_WORDS,
     Text,
-    agreed_prefix_tokens,
+    agreed_count,
     merge_overlap,
+    whole_word_tokens,
     word_ends,
     words_of,
 )
@@ -127,6 +128,11 @@ def test_words_with_spaces_and_without():
     tokens = list("今天a b".encode())
     assert word_ends(tokens, letters) == [3, 6, 8, 9]
     assert agreed_prefix_tokens(tokens, list("今天好".encode()), letters) == 6
+
+
+def agreed_prefix_tokens(before: list[int], after: list[int], text: Text) -> int:
+    """Number of tokens of `after` in the whole words at its start that `before` has too."""
+    return whole_word_tokens(after, agreed_count(before, after), text)
 
 
 # --- agreement ------------------------------------------------------------------------------------

@@ -78,10 +78,9 @@ def agreed_count(before: Sequence[object], after: Sequence[object]) -> int:
     return same
 
 
-def agreed_prefix_tokens(before: Sequence[int], after: Sequence[int], text: Text) -> int:
-    """Number of tokens of `after` in the whole words at its start that `before` has too."""
-    same = agreed_count(before, after)
-    return max((end for end in word_ends(after, text) if end <= same), default=0)
+def whole_word_tokens(tokens: Sequence[int], limit: int, text: Text) -> int:
+    """Number of tokens in the whole words at the start of a hypothesis, of its first `limit` tokens."""
+    return max((end for end in word_ends(tokens, text) if end <= limit), default=0)
 
 
 def merge_overlap(left: Sequence[str], right: Sequence[str]) -> tuple[int, int] | None:

@@ -6,9 +6,19 @@ on whether the other engine would recognize it alike.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from asr_serve.decoding.hypothesis import Recognition
+
+
+class Anchor(NamedTuple):
+    """Hypothesis of the audio of a segment before `end`."""
+
+    end: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
 
 class RepeatedSegmentState(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +48,7 @@ class RepeatedSegmentState(msgspec.Struct, frozen=True, kw_only=True):
     locked_tokens: int
     locked_to: int
     head: int | None
-    anchors: list[tuple[int, tuple[int, ...]]]
+    anchors: list[Anchor]
 
 
 class TokenStreamState(msgspec.Struct, frozen=True, kw_only=True):

@@ -290,7 +290,8 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     partial_ms: int = 480
     """Interval between two partials; longer when the engine is busy."""
     lock_ms: int = ANCHOR_INTERVAL_MS
-    """Interval between two anchors: words are locked two to three of these after they were spoken."""
+    """Interval between two anchors: words are locked one to two of these after they were spoken
+    at the earliest."""
     silence_schedule: SilenceSchedule | None = None
     max_segment_ms: int | None = None
     """Limit of a segment, at most the model's own. None: MAX_LIVE_SEGMENT_MS."""

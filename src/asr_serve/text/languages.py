@@ -147,12 +147,12 @@ def script_of(letter: str) -> str:
 def language_code(name: str) -> str:
     """Code of a language; an unknown name is returned in lower case.
 
-    >>> [language_code(name) for name in ("English", "中文", "EN", "en-GB", "klingon")]
-    ['en', 'zh', 'en', 'en', 'klingon']
+    >>> [language_code(name) for name in ("English", "中文", "EN", "en-GB", "klingon", "_de")]
+    ['en', 'zh', 'en', 'en', 'klingon', '_de']
     """
     folded = name.strip().casefold()
     tag = folded.replace("_", "-").partition("-")[0]
-    return _CODES.get(folded, tag if len(tag) <= 3 else folded)
+    return _CODES.get(folded, tag if 0 < len(tag) <= 3 else folded)
 
 
 def language_name(code: str) -> str:

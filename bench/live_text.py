@@ -5,9 +5,9 @@
 DIR holds FLAC or WAV files whose text need not be known: the model's own text of the whole recording is compared with.
 
 `limits` are live sessions, fed as fast as they take it, each with two clips and a pause between them: live text is the
-same at any pace. `rules` are made once from the hypotheses of every segment at its anchors, without locked words, and a
-final for each segment of which a rule would lock what the free final does not say. `after_s` is the time from a word to
-its locking, with words spread evenly over their segment; a word that is never locked waits for the segment's end.
+same at any pace. `rules` recognize every segment at its anchors as a live session does, each from what was locked
+before it, and then whole, from what was locked and from nothing. `after_s` is the time from a word to its locking, with
+words spread evenly over their segment; a word that is never locked waits for the segment's end.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ from asr_serve_tools.evaluate.wer import wer
 Row = dict[str, Any]
 Rule = tuple[tuple[int, float], ...]
 """As repeated_segment.LOCKING."""
-ANY = sys.float_info.min
 RULES: tuple[Rule, ...] = (
-    *(((count, ANY),) for count in (2, 3, 4, 5)),
+    *(((count, 0.0),) for count in (2, 3, 4, 5)),
     ((2, 0.7),),
-    ((3, 0.6),),
     ((2, 0.7), (3, 0.6)),
     ((2, 0.7), (3, 0.6), (5, 0.4)),
-    ((2, 0.7), (3, 0.5), (4, 0.4), (5, 0.3)),
+    ((2, 0.7), (3, 0.6), (5, 0.0)),
+    ((2, 0.7), (3, 0.6), (4, 0.4), (5, 0.0)),
+    ((2, 0.7), (3, 0.5), (4, 0.3), (5, 0.0)),
 )
 NEVER_MS = 1_000_000
 """Interval of anchors that no segment reaches."""
+ANCHOR, FINAL = SearchOptions(temperatures=(0.0,), hurried=True), SearchOptions(hurried=True)
 PAUSE_S, CHUNK_S, SESSIONS, IN_FLIGHT = 2.5, 0.5, 3, 256
 ANCHOR_SAMPLES = ANCHOR_INTERVAL_MS * RATE_HZ // 1_000
 ANCHORS_WITHIN_SAMPLES = round((1 - LOOK_BACK) * MAX_LIVE_SEGMENT_MS * RATE_HZ / 1_000)
@@ -116,18 +117,14 @@ def rules_of(model: Any, audio: Sequence[Audio], rules: Sequence[Rule]) -> list[
         range(ANCHOR_SAMPLES, min(len(pcm) - FADING_SAMPLES, ANCHORS_WITHIN_SAMPLES), ANCHOR_SAMPLES)
         for pcm in segments
     ]
-    heads = [(pcm[:end], NO_DRAFT) for pcm, anchors in zip(segments, ends, strict=True) for end in anchors]
-    flat = iter(recognize(model, heads, SearchOptions(temperatures=(0.0,), hurried=True)))
-    anchors = [[(end, next(flat)) for end in each] for each in ends]
-    last = SearchOptions(hurried=True)
-    free = recognize(model, [(pcm, NO_DRAFT) for pcm in segments], last)
+    free = recognize(model, [(pcm, NO_DRAFT) for pcm in segments], FINAL)
     texts = [model.tokenizer.decode(list(each.tokens)) for each in free]
     rows = []
     for rule in rules:
         with mock.patch.object(repeated_segment, "LOCKING", rule):
-            locked = [lock(model, hypotheses) for hypotheses in anchors]
+            locked = lock(model, segments, ends)
         wrong = [i for i, (tokens, _) in enumerate(locked) if free[i].tokens[: len(tokens)] != tokens]
-        finals = recognize(model, [(segments[i], DraftTokens(locked[i][0], len(locked[i][0]))) for i in wrong], last)
+        finals = recognize(model, [(segments[i], DraftTokens(locked[i][0], len(locked[i][0]))) for i in wrong], FINAL)
         live = list(texts)
         for i, final in zip(wrong, finals, strict=True):
             live[i] = model.tokenizer.decode(list(final.tokens))
@@ -137,7 +134,7 @@ def rules_of(model: Any, audio: Sequence[Audio], rules: Sequence[Rule]) -> list[
             for delay in delays_of(len(pcm) / RATE_HZ, len(final.tokens), times)
         )
         row = {
-            "rule": [[count, 0.0 if probability == ANY else probability] for count, probability in rule],
+            "rule": rule,
             "minutes": round(clips.seconds(segments) / 60, 1),
             "segments": len(segments),
             "segments_changed": len(wrong),
@@ -161,17 +158,21 @@ def recognize(model: Any, questions: Sequence[tuple[Audio, DraftTokens]], option
     return answers + [each.result() for each in pending]
 
 
-def lock(model: Any, anchors: Sequence[tuple[int, Recognition]]) -> tuple[tuple[int, ...], list[float]]:
-    """The tokens that a segment with these anchors locks, and at which of its seconds each."""
+def lock(
+    model: Any, segments: Sequence[Audio], ends: Sequence[Sequence[int]]
+) -> list[tuple[tuple[int, ...], list[float]]]:
+    """The tokens that each segment with anchors at these samples locks, and at which of its seconds each of them."""
     encoder = WholeSegmentEncoder(model.client, None)  # type: ignore[arg-type]  # nothing is submitted
-    segment, times = RepeatedSegment(0, False, model.tokenizer.decode, encoder), []
-    tokens: tuple[int, ...] = ()
-    for end, heard in anchors:
-        segment.accept_result(PendingHypothesis("anchor", Span(0, end), Future(), lambda: None), heard)
-        if (count := segment.locked_tokens) > len(tokens):
-            times += [end / RATE_HZ] * (count - len(tokens))
-            tokens = heard.tokens[:count]
-    return tokens, times
+    live = [RepeatedSegment(0, False, model.tokenizer.decode, encoder) for _ in segments]
+    times: list[list[float]] = [[] for _ in segments]
+    for round_ in range(max(map(len, ends))):
+        asked = [i for i, each in enumerate(ends) if round_ < len(each)]
+        answers = recognize(model, [(segments[i][: ends[i][round_]], live[i].draft) for i in asked], ANCHOR)
+        for i, heard in zip(asked, answers, strict=True):
+            end = ends[i][round_]
+            live[i].accept_result(PendingHypothesis("anchor", Span(0, end), Future(), lambda: None), heard)
+            times[i] += [end / RATE_HZ] * (live[i].locked_tokens - len(times[i]))
+    return [(each.tokens[: each.locked_tokens], when) for each, when in zip(live, times, strict=True)]
 
 
 def delays_of(length_s: float, tokens: int, times: Sequence[float]) -> list[float]:

@@ -87,7 +87,7 @@ LEAVES = {
     "opentelemetry": {"server/telemetry/tracing.py"},
     "prometheus_client": {"metrics.py"},
     "nixl": {"transfer/nixl_agent.py"},
-    "cryptography": {"engine/cache/integrity.py", "server/sessions/cipher.py"},  # what sleeps; what leaves the server
+    "cryptography": {"engine/cache/integrity.py", "server/sessions/cipher.py"},  # offloaded states; stored sessions
     "redis": {"server/sessions/redis_store.py"},
     "pylibsrtp": {"edge/srtp.py"},
     "python_multipart": {"server/uploads/multipart_form.py"},

@@ -205,13 +205,13 @@ def test_what_is_not_believed_locks_nothing(doubtful):
     assert sure.locked_text == "w1 w2 w3"
 
 
-@pytest.mark.parametrize(("probability", "anchors"), [(0.9, 2), (0.65, 3), (0.45, 5), (0.2, None)])
+@pytest.mark.parametrize(("probability", "anchors"), [(0.9, 2), (0.65, 3), (0.45, 4), (0.05, 5)])
 def test_the_less_sure_anchors_are_the_more_must_agree(probability, anchors):
     sure, unsure = math.log(0.95), math.log(probability)
     answer = recognition((1, 2, 3), logprobs=(sure, unsure, sure))
     for count in range(1, 8):
         each = heard_as(*[("anchor", answer)] * count)
-        whole = anchors is not None and count >= anchors
+        whole = count >= anchors
         assert each.locked_text == ("w1 w2 w3" if whole else "w1" if count >= 2 else ""), count
         if whole:
             assert each.locked_to == RATE_HZ, "the first of those that agree has all its words"
@@ -226,6 +226,12 @@ def test_one_unsure_anchor_or_one_that_disagrees_counts_against_those_before():
     assert heard_as(("anchor", sure), ("anchor", other)).locked_text == "w1"
     again = heard_as(("anchor", other), ("anchor", sure), ("anchor", sure))
     assert (again.locked_text, again.locked_to) == ("w1 w2", 2 * RATE_HZ)
+
+
+def test_anchors_of_two_languages_do_not_agree():
+    german, dutch = recognition((1, 2), "de"), recognition((1, 2), "nl")
+    assert heard_as(("anchor", german), ("anchor", dutch)).locked_text == ""
+    assert heard_as(("anchor", german), ("anchor", dutch), ("anchor", dutch)).locked_text == "w1 w2"
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2])

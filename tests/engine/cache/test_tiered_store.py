@@ -417,7 +417,7 @@ def test_a_failing_disk_thread_is_logged_and_answers_every_get(who: str, caplog:
         store._thread.join(TIMEOUT_S)
     assert results[3] is None
     assert results[:3] == [None] * 3 or who == "caller"
-    assert "what sleeps in the file is lost" in caplog.text
+    assert "what was offloaded to the file is lost" in caplog.text
     assert "an unexpected error" in caplog.text
     assert store.put(b"d", [BLOB], pinned=True), "memory is left"
     assert Fetch(store, b"d").content() == BLOB

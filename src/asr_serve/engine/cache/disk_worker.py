@@ -95,7 +95,7 @@ class DiskWorker:
                         self.wakeup.get(timeout=RETRY_S if self._short else None)
         finally:
             if not self.closing:  # not a failure of the disk: only memory is left, and the operator has to know
-                log.error("the disk's thread has failed: what sleeps in the file is lost", exc_info=True)
+                log.error("the disk's thread has failed: what was offloaded to the file is lost", exc_info=True)
             self.fail_readers()
 
     def run_once(self) -> bool:
@@ -153,7 +153,7 @@ class DiskWorker:
             except OSError as error:  # not lost: the read waits until the machine has memory
                 self._short = True
                 if not was_short:
-                    log.warning("no %d bytes of memory for what is to wake, it waits: %s", entry.nbytes, error)
+                    log.warning("no %d bytes of memory for what is to be restored, it waits: %s", entry.nbytes, error)
                 return []
             return [] if memory is None else [self._start_read(memory)]
 

@@ -25,7 +25,7 @@ from asr_serve.transfer.tcp_options import configure_connection, set_timeout
 from asr_serve.transfer.transports import BufferRegion
 from asr_serve.types import Priority
 
-VERSION = 2
+VERSION = 3
 """Protocol version. Engines of different versions do not work together."""
 MAX_MESSAGE_BYTES = 1 << 20
 """Limit of a message without its samples."""

@@ -103,8 +103,8 @@ class LiveRecognizer(Protocol):
     due_s: float | None
     """Time at which to call `schedule` even without new results; None: never. Set by `schedule`."""
 
-    def open_segment(self, start: int, torn: bool, before: LiveSegment | None) -> LiveSegment:
-        """Opens a segment at `start`. `torn`: in the middle of speech, where `before` was cut off."""
+    def open_segment(self, start: int, starts_mid_speech: bool, before: LiveSegment | None) -> LiveSegment:
+        """Opens a segment at `start`. `starts_mid_speech`: in the middle of speech, where `before` was cut off."""
 
     def collect_results(self, each: LiveSegment) -> None:
         """Collects its results. Raises an AsrServeError when it cannot be recognized."""

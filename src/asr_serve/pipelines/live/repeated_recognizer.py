@@ -91,9 +91,11 @@ class RepeatedRecognizer:
         self._last_submit_s, self._pace = -1e9, PaceEstimator()
         self._position = AudioPosition(0, 0, 0, 0, None, False)
 
-    def open_segment(self, start: int, torn: bool, before: LiveSegment | None) -> RepeatedSegment:
+    def open_segment(self, start: int, starts_mid_speech: bool, before: LiveSegment | None) -> RepeatedSegment:
         earliest = start if before is None else before.start
-        return RepeatedSegment(start, torn, self._text, self._encoder(), earliest, self._options.max_new_tokens)
+        return RepeatedSegment(
+            start, starts_mid_speech, self._text, self._encoder(), earliest, self._options.max_new_tokens
+        )
 
     def _encoder(self) -> SegmentEncoder:
         if self._lag:

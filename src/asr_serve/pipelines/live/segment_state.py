@@ -6,6 +6,7 @@ on whether the other engine would recognize it alike.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import msgspec
@@ -17,8 +18,13 @@ class Anchor(NamedTuple):
     """Hypothesis of the audio of a segment before `end`."""
 
     end: int
+    language: str
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+
+    def probability(self, index: int) -> float:
+        """Probability of one of the tokens; 0 where the model gives none."""
+        return math.exp(self.logprobs[index]) if self.logprobs else 0.0
 
 
 class RepeatedSegmentState(msgspec.Struct, frozen=True, kw_only=True):

@@ -408,13 +408,13 @@ class StreamingRecognizer:
         self.due_s: float | None = None
         self._pace = PaceEstimator()
 
-    def open_segment(self, start: int, torn: bool, before: LiveSegment | None) -> StreamedSegment:
+    def open_segment(self, start: int, starts_mid_speech: bool, before: LiveSegment | None) -> StreamedSegment:
         if before is None:
             return StreamedSegment(start, self._new_stream(start), self._text, None)
         assert isinstance(before, StreamedSegment)
-        if start - before.stream.start >= (MAX_STREAM_SAMPLES if torn else MAX_CARRY_AT_PAUSE_SAMPLES):
-            before.until = start if torn else start + PAUSE_MARGIN_SAMPLES
-            return self.open_segment(start, torn, None)
+        if start - before.stream.start >= (MAX_STREAM_SAMPLES if starts_mid_speech else MAX_CARRY_AT_PAUSE_SAMPLES):
+            before.until = start if starts_mid_speech else start + PAUSE_MARGIN_SAMPLES
+            return self.open_segment(start, starts_mid_speech, None)
         before.until = start
         segment = StreamedSegment(start, before.stream, self._text, before)
         before.continue_in(segment)

@@ -52,8 +52,10 @@ def swap(text: str) -> str:
 
 
 def either(text: str) -> str:
-    """A text in which it shows no more which weights each word is from."""
-    return re.sub(rf"\b(?:{'|'.join(SWAPS)})\b", lambda word: min(word[0], SWAPS[word[0]]), text)
+    """The words of a text, in which it shows no more which weights each is from. Commas are not compared: a word that
+    was locked by one weights is another to the others, and those after it are punctuated by it."""
+    words = re.findall(r"\w+", text.casefold())
+    return " ".join(min(word, SWAPS.get(word, word)) for word in words)
 
 
 def write_other_weights(folder: Path) -> Path:

@@ -164,7 +164,7 @@ def test_our_python_client_knows_them(server: Running, endgame_pcm: bytes) -> No
 @needs_speakers
 def test_speakers_are_told_again_after_a_connection_was_lost(server: Running, endgame_pcm: bytes) -> None:
     """In the middle, and where everything but the last two events had come."""
-    with WebSocket(server.port, speakers="true", words="true") as line:
+    with WebSocket(server.port, speakers="true", words="true", max_segment_ms="16000") as line:
         session = line.hear("session")["session_id"]
         pour(line, endgame_pcm[:640_000])
         line.hear("segment")

@@ -29,6 +29,7 @@ import clips
 import machine
 import numpy as np
 from clips import RATE_HZ, Audio
+from serve import numbers
 
 import asr_serve
 from asr_serve.audio.endpointing import LOOK_BACK
@@ -189,10 +190,6 @@ def changed(before: Sequence[str], after: Sequence[str]) -> Row:
 def told(row: Row) -> Row:
     print(json.dumps(row), file=sys.stderr, flush=True)
     return row
-
-
-def numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -187,8 +187,8 @@ class RepeatedSegment:
 
     def drop_void_anchors(self) -> bool:
         """Drops the due anchors of a closed segment if they and the pending one can lock nothing, because the segment
-        has too few in all; returns whether the pending one is void. The first anchor of a segment
-        that starts in the middle of speech is needed to join it to the one before."""
+        has too few in all; returns whether the pending one is void. The first anchor of a segment that starts in the
+        middle of speech is needed to join it to the one before."""
         pending = self.job is not None and self.job.kind == "anchor"
         anchors = len(self._anchors) + pending + len(self.due_anchors)
         if not self.closed or self.starts_mid_speech or anchors >= LOCKING[0][0]:
@@ -276,10 +276,10 @@ class RepeatedSegment:
         """Number of tokens in whole words at the start of the newest anchor that LOCKING accepts."""
         newest, known = self._anchors[-1], list(self._anchors)
         entries = []
-        for count, probability in LOCKING[: sum(count <= len(known) for count, _ in LOCKING)]:
+        for count, probability in LOCKING:
             agreeing = known[-count:]
-            same = min(agreed_count(each.tokens, newest.tokens) for each in agreeing)
-            if all(each.language == newest.language for each in agreeing):
+            if len(agreeing) == count and all(each.language == newest.language for each in agreeing):
+                same = min(agreed_count(each.tokens, newest.tokens) for each in agreeing)
                 entries.append((same, agreeing, probability))
         accepted = self.locked_tokens
         while any(

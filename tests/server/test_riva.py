@@ -37,6 +37,7 @@ RATE_HZ = 16_000
 CHUNK_BYTES = 3_200
 LINEAR_PCM, FLAC, MULAW, OGGOPUS, ALAW = 1, 2, 3, 4, 20
 STREAMS = 12
+LEAVING_CLIENTS = 8
 LIKELY = "tride"
 """Word that sounds like one of the text, which a search finds where it is boosted."""
 UNKNOWN_FIELD = b"\x90\x03\x01"
@@ -393,6 +394,22 @@ def test_a_client_that_leaves_before_its_message(auth, riva):
     call.cancel()
     more.set()
     eventually(lambda: left() == before + 1)
+
+
+def test_clients_that_leave_while_they_send_a_recording(auth, riva):
+    """gRPC reports a message that is broken off as the end of the messages, which is no call without a message."""
+
+    def counted(status):
+        return riva.counted("asr_serve_requests_total", route=RECOGNIZE, method="POST", status=status)
+
+    before = counted("499"), counted("400")
+    request = riva_asr.RecognizeRequest(config=recognition(encoding=LINEAR_PCM), audio=bytes(40 << 20))
+    for _ in range(LEAVING_CLIENTS):
+        call = riva_client.ASRService(auth).stub.Recognize.future(request)
+        eventually(lambda: riva.gate.active_work)
+        call.cancel()
+        eventually(lambda: not riva.gate.active_work)
+    eventually(lambda: (counted("499"), counted("400")) == (before[0] + LEAVING_CLIENTS, before[1]))
 
 
 # --- synthesis --------------------------------------------------------------------------------------------

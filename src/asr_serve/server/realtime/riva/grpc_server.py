@@ -32,6 +32,9 @@ IDLE_CONNECTION_MS = 300_000
 """Time without a call after which a connection is closed."""
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 20_000
 """Time without a byte after which a client is asked whether it is there, and to answer that."""
+HALF_CLOSE_S = 1.0
+"""Longest wait after the end of a call without a message: gRPC reports a message that its client broke off as the end
+too, and only then that the client has left."""
 LEAVE_S = 10.0
 """Longest wait for a call to end by itself, once its client has left."""
 CLOSE_S = 2.0
@@ -233,15 +236,18 @@ class _RequestCall(_Call):
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
-        self._half_closed = self._sent = False
+        self._begun = self._half_closed = self._sent = False
         self._http_status = 0
         self._error = b""
 
     async def receive(self) -> Message:
         if not self._half_closed and not self._gone.is_set():
             message = await self._read()
+            if message is None and not self._begun:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._gone.wait(), HALF_CLOSE_S)
             if not self._gone.is_set():
-                self._half_closed = message is None
+                self._begun, self._half_closed = True, message is None
                 return {"type": "http.request", "body": message or b"", "more_body": message is not None}
         await self._gone.wait()
         return {"type": "http.disconnect"}

@@ -21,7 +21,7 @@ from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens, SearchOptio
 from asr_serve.diarization.local_speakers import BUDGET_SAMPLES, WINDOW_SAMPLES, LocalSpeakers
 from asr_serve.diarization.overlapped_speech import MAX_MIXTURE_SAMPLES, SpeakerRanges
 from asr_serve.engine.partial_rate import LiveAdmission, PartialRateController
-from asr_serve.engine.request import HypothesisRequest, RecognitionRequest, StreamChunk, VadChunk
+from asr_serve.engine.request import HypothesisRequest, RecognitionRequest, StreamChunk, VadAnswer, VadChunk
 from asr_serve.engine.tts.request import SoundCallback, SoundDelivery, TtsRequest, validate_sentence
 from asr_serve.errors import (
     AtCapacity,
@@ -104,13 +104,13 @@ class VadSession:
 
     def __init__(self, client: EngineClient, session_id: int, live: bool) -> None:
         self._client, self._id, self._live, self._open = client, session_id, live, True
-        self._last_chunk: VadChunk | None = None
+        self._last_answer: VadAnswer | None = None
 
     @property
     def state(self) -> bytes | None:
         """State after the last chunk, once it is answered, from which another engine continues; None where the
         engine does not report states, and before the first chunk."""
-        return None if self._last_chunk is None else self._last_chunk.state
+        return None if self._last_answer is None else self._last_answer.state
 
     def submit_windows(self, pcm: np.ndarray) -> Future[np.ndarray]:
         """Submits `pcm` float32 at 16 kHz, whole windows of 512 samples, at most EngineConfig.vad_windows of them.
@@ -124,9 +124,9 @@ class VadSession:
                 f"{len(pcm)} samples",
                 f"a multiple of {VAD_WINDOW_SAMPLES}, up to {self._client.config.vad_windows * VAD_WINDOW_SAMPLES}",
             )
-        chunk = VadChunk(self._id, pcm, Future())
+        chunk = VadChunk(self._id, pcm, VadAnswer())
         submitted_s = self._client.clock()
-        self._last_chunk = chunk
+        self._last_answer = chunk.future
         self._client.backend.submit_vad_chunk(chunk)
         if self._live:
             self._client._measure_vad(chunk.future, self._id, submitted_s)

@@ -203,7 +203,7 @@ class Loop:
         for index in indices:
             (session, chunk), probabilities = batch[index], output.probabilities[index]
             if states is not None:
-                chunk.state = states[index]
+                chunk.future.state = states[index]
                 if self._vad_cache is not None:
                     self._vad_cache.store(session, chunk, probabilities, states[index])
             resolve(chunk.future, probabilities)

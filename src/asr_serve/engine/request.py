@@ -66,18 +66,24 @@ class RecognitionRequest(msgspec.Struct):
         return self.audio_digest and self.audio_digest + b"whole" * self.full_window
 
 
+class VadAnswer(Future[np.ndarray]):
+    """Future of the speech probabilities of a chunk, one per window."""
+
+    state: bytes | None = None
+    """The session's state after the chunk, set before the result where the loop keeps states: another engine continues
+    from it. It is here and not in the chunk, which callbacks of the future would keep, and its audio with it."""
+
+
 class VadChunk(msgspec.Struct):
     """Audio of one voice-activity session. `pcm` (n,) float32, 16 kHz, a whole number of windows."""
 
     session: int
     pcm: np.ndarray
-    future: Future[np.ndarray]
+    future: VadAnswer
     audio_digest: bytes = b""
     """Digest of the chunk, where voice activity is cached (engine/cache/digest)."""
     history_digest: bytes = b""
     """Digest of all chunks up to this one."""
-    state: bytes | None = None
-    """The session's state after these windows, where the loop keeps states: another engine continues from it."""
 
     @property
     def window_count(self) -> int:

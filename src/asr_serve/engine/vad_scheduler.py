@@ -82,7 +82,7 @@ class VadScheduler:
         while (cached := self._cache.lookup(session)) is not None:
             chunk = session.queue.popleft()
             self.queued_windows -= chunk.window_count
-            chunk.state = session.state = cached.state
+            chunk.future.state = session.state = cached.state
             resolve(chunk.future, cached.probabilities.copy())
 
     def restore_slot(self, session: VadSessionState) -> StateSlot:

@@ -33,7 +33,7 @@ from asr_serve.engine.process.messages import EngineAddress, EnginePing, EngineP
 from asr_serve.engine.process.server_handshake import MAX_SERVERS, greet_server
 from asr_serve.engine.replicas.backend import ReplicatedBackend, merge_metrics, replicated_backend
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
-from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
+from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadAnswer, VadChunk
 from asr_serve.errors import AtCapacity, EngineClosed, PeerGone, PeerRefused
 from asr_serve.metrics import ServerMetrics, render_exposition
 from asr_serve.models.checkpoints.store import resolve
@@ -409,7 +409,7 @@ def test_a_lost_connection_is_no_death_of_its_engine(launch, connect, expected):
         answer.result(WAIT_S)
         assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == expected
     work = InFlightSession(True)
-    work.append_chunk(VadChunk(0, clip(0, WINDOW_SAMPLES), Future()))
+    work.append_chunk(VadChunk(0, clip(0, WINDOW_SAMPLES), VadAnswer()))
     in_flight = InFlight()
     in_flight.open(0, work)
     suspects, _ = in_flight.record_loss("was lost")

@@ -557,7 +557,7 @@ class InFlight:
                 if chunk is None:
                     return []
                 assert isinstance(chunk, VadChunk)
-                chunk.state = state  # before the answer, whose callbacks may export the session
+                chunk.future.state = state  # before the answer, whose callbacks may export the session
                 return [PendingAnswer(chunk.future, np.frombuffer(data, np.float32))]
             case messages.StreamOutput(session=number, chunk=chunk_number, found=result):
                 chunk = self.sessions.acknowledge(number, chunk_number, None)

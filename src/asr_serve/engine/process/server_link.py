@@ -29,7 +29,7 @@ from asr_serve.engine.process.connection import PcmSource, receive_buffer, send_
 from asr_serve.engine.process.load_window import LoadTotals, LoadWindow
 from asr_serve.engine.process.message_sender import MessageSender, OutgoingMessage
 from asr_serve.engine.process.server_handshake import HANDSHAKE_S
-from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
+from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadAnswer, VadChunk
 from asr_serve.engine.session_snapshot import SessionSnapshot
 from asr_serve.engine.speaker_separation import SeparationRequest
 from asr_serve.engine.streaming.executor import StreamingExecutor
@@ -339,8 +339,8 @@ class ServerLink:
                 self._submitted(request.id, future)
                 put(lambda loop: loop.tts.submit_sentence(request))
             case messages.AppendVadAudio(session=session, chunk=chunk_number, length=length):
-                vad_chunk = VadChunk(base + session, self._pcm.read_message(session, length), Future())
-                vad_chunk.future.add_done_callback(partial(self._on_vad, vad_chunk, session, chunk_number))
+                vad_chunk = VadChunk(base + session, self._pcm.read_message(session, length), VadAnswer())
+                vad_chunk.future.add_done_callback(partial(self._on_vad, session, chunk_number))
                 if loop.uses_digests:
                     set_chunk_digest(vad_chunk)
                 put(lambda loop: loop.vad_scheduler.enqueue(vad_chunk))
@@ -349,7 +349,7 @@ class ServerLink:
                 chunk = StreamChunk(base + session, pcm, last, Future(), hypothesis, message.timed)
                 if last:
                     self._sessions.discard(chunk.session)
-                    chunk.future.add_done_callback(lambda _: facts.places.discard(chunk.session))
+                    chunk.future.add_done_callback(partial(_discard_place, facts.places, chunk.session))
                 chunk.future.add_done_callback(partial(self._on_stream_result, session, number))
                 put(lambda loop: loop.streams.append_audio(chunk))
             case messages.CancelRequest(id=request_id):
@@ -508,11 +508,11 @@ class ServerLink:
             assert isinstance(error, AsrServeError)
             self.send(messages.RequestFailed(request_id, messages.ErrorMessage.from_error(error)))
 
-    def _on_vad(self, chunk: VadChunk, session: int, piece: int, future: Future[np.ndarray]) -> None:
+    def _on_vad(self, session: int, piece: int, future: Future[np.ndarray]) -> None:
         error = future.exception()
         if error is None:
-            assert chunk.state is not None
-            self.send(messages.VadResult(session, piece, future.result().tobytes(), chunk.state))
+            assert isinstance(future, VadAnswer) and future.state is not None
+            self.send(messages.VadResult(session, piece, future.result().tobytes(), future.state))
         else:
             assert isinstance(error, AsrServeError)
             self.send(messages.RequestFailed(session, messages.ErrorMessage.from_error(error), piece))
@@ -578,6 +578,10 @@ def _expedite(request_id: int, within_ms: int, loop: Loop) -> None:
 
 def _cancel_separation(answer: Future[np.ndarray], loop: Loop) -> None:
     loop.separation.cancel(answer)
+
+
+def _discard_place(places: ServerPlaces, number: int, _: Future[Any]) -> None:
+    places.discard(number)
 
 
 def _close(session: int, places: ServerPlaces, loop: Loop) -> None:

@@ -511,7 +511,8 @@ class ServerLink:
     def _on_vad(self, session: int, piece: int, future: Future[np.ndarray]) -> None:
         error = future.exception()
         if error is None:
-            assert isinstance(future, VadAnswer) and future.state is not None
+            assert isinstance(future, VadAnswer)
+            assert future.state is not None
             self.send(messages.VadResult(session, piece, future.result().tobytes(), future.state))
         else:
             assert isinstance(error, AsrServeError)

@@ -176,9 +176,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Windows that one caller may submit at once; 64 are two seconds."""
     max_sessions: PositiveInt = 1_024
     """Callers with voice-activity state."""
-    new_live_callers: PositiveInt = 32
-    """Live callers who may be new at the same time: callers without a result on time so far. The default suits two
-    cores; a larger machine can start with more."""
+    new_live_callers: PositiveInt | None = None
+    """Live callers who may be new at the same time: callers without a result on time so far. None: as many as the
+    engine measures when it loads (engine/partial_rate.new_live_callers)."""
     live_share: Fraction = 0.9
     """Share of the machine for live callers while other work waits."""
     interactive_share: Fraction = 0.8

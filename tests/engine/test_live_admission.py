@@ -6,10 +6,13 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_moonshine
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_moonshine import CARD
@@ -26,9 +29,12 @@ from asr_serve.engine.partial_rate import (
     LiveAdmission,
     PartialRateController,
 )
+from asr_serve.engine.seq2seq import encoder
+from asr_serve.engine.seq2seq.encoder import EncodeRunner
 from asr_serve.errors import AtCapacity, EngineClosed
+from asr_serve.models.interfaces import EncoderDecoderModel
 
-MIN_RESERVATIONS = EngineConfig().new_live_callers
+MIN_RESERVATIONS = 32
 SECOND = 31 * WINDOW_SAMPLES
 """About a second of audio in whole windows."""
 
@@ -37,6 +43,7 @@ class ScriptedBackend:
     """Engine that answers when the test says so."""
 
     card, turn_card, speakers, state = CARD, None, True, "ready"
+    new_live_callers = MIN_RESERVATIONS
 
     def __init__(self) -> None:
         self.chunks: list[Any] = []
@@ -402,3 +409,43 @@ def test_few_requests_that_wait_are_no_overload() -> None:
     controller.record_end(0)
     controller.record_end(0)
     controller.check_overload(60_001.0)
+
+
+# --- the first number -------------------------------------------------------------------------------------
+
+
+def admitted_at_once(**settings: Any) -> int:
+    """Live callers whom an engine admits in one instant."""
+    client = tiny_moonshine.start(max_sessions=200, **settings)
+    opened = 0
+    try:
+        while True:
+            client.open_vad_session(live=True)
+            opened += 1
+    except AtCapacity:
+        return opened
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize(("speed", "callers"), [(3.0, 8), (120.0, 10), (600.0, 50)])
+def test_as_many_may_be_new_as_the_encoder_is_fast(monkeypatch: pytest.MonkeyPatch, speed: float, callers: int) -> None:
+    monkeypatch.setattr(EncodeRunner, "measure_speed", lambda _: speed)
+    assert admitted_at_once() == callers
+
+
+def test_a_configured_number_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(EncodeRunner, "measure_speed")
+    assert admitted_at_once(new_live_callers=3) == 3
+
+
+@pytest.mark.parametrize(("runs_s", "speed"), [((0.4, 0.1), 40.0), ((0.8,), 5.0)])
+def test_the_speed_is_that_of_a_second_run_unless_the_first_takes_long(
+    monkeypatch: pytest.MonkeyPatch, runs_s: tuple[float, ...], speed: float
+) -> None:
+    built = tiny_moonshine.build()
+    assert isinstance(built.model, EncoderDecoderModel)
+    moments = itertools.accumulate(chain.from_iterable((0.0, run_s) for run_s in runs_s))
+    monkeypatch.setattr(encoder, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
+    assert EncodeRunner(built.model, built.device).measure_speed() == pytest.approx(speed)
+    assert not list(moments)

@@ -126,7 +126,8 @@ def eventually(
 def parts(packaged_speech: Path) -> Iterator[EngineParts]:
     """One engine process for all servers of the session. It remembers nothing: what is asked is computed. Not with
     8 bits: tests compare its words with those of other precisions, and of audio that differs by a rounding."""
-    made = open_engine(MODEL, ServeConfig(engine_threads=1, engine=EngineConfig(prefix_bytes=0, quantize="none")))
+    config = EngineConfig(prefix_bytes=0, quantize="none", new_live_callers=32)
+    made = open_engine(MODEL, ServeConfig(engine_threads=1, engine=config))
     yield made
     made.client.close()
 

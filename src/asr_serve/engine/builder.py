@@ -32,6 +32,7 @@ from asr_serve.engine.cache import TieredStore
 from asr_serve.engine.executor import EngineComponents as EngineComponents
 from asr_serve.engine.executor import ModelExecutor
 from asr_serve.engine.loop import Loop
+from asr_serve.engine.partial_rate import UNMEASURED_NEW_CALLERS, new_live_callers
 from asr_serve.engine.remote import roles
 from asr_serve.engine.remote.handshake import HandshakeSettings
 from asr_serve.engine.remote.peer_pool import PeerPool
@@ -390,6 +391,18 @@ def build_loop(
         )
         on_failure.pop_all()
     return loop
+
+
+def measure_new_live_callers(parts: EngineComponents, chosen: AnyCard, config: EngineConfig) -> int:
+    """Returns how many live callers may be new at the same time: as configured, or as the encoder's speed allows where
+    each hypothesis encodes its audio anew on this machine. Call it on the thread that will compute."""
+    if config.new_live_callers is not None:
+        return config.new_live_callers
+    model = parts.model
+    encodes_anew = isinstance(chosen, AsrCard) and not chosen.streaming and not chosen.incremental_encoder
+    if not encodes_anew or not isinstance(model, EncoderDecoderModel) or roles.uses_peers(config):
+        return UNMEASURED_NEW_CALLERS
+    return new_live_callers(EncodeRunner(model, parts.device).measure_speed())
 
 
 def offload_options(config: EngineConfig, tiers: TieredStore | None) -> dict[str, Any]:

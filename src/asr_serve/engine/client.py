@@ -213,6 +213,8 @@ class EngineBackend(Protocol):
     """Card of the turn model, if there is one. `predict_turn_end` is called only then."""
     speakers: bool
     """Whether the diarization models are on this machine."""
+    new_live_callers: int
+    """Live callers who may be new at the same time, as the engine measured."""
 
     @property
     def state(self) -> str: ...
@@ -276,10 +278,13 @@ class EngineClient:
         self._requests = self._samples = self._sessions = self._live = 0
         self._done_samples, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._closed = False
-        self.partial_rate, self._admission = PartialRateController(), LiveAdmission(config.new_live_callers)
+        self.partial_rate = PartialRateController()
         self.max_sessions = config.max_sessions
         """Voice-activity sessions that may be open."""
         self.backend = connect(config, self._done, self._stopped)
+        self._new_live_callers = config.new_live_callers or self.backend.new_live_callers
+        """Live callers who may be new with one engine."""
+        self._admission = LiveAdmission(self._new_live_callers)
         card = self.backend.card if isinstance(self.backend.card, AsrCard) else None
         self.max_samples = units.ms_to_samples(card.max_segment_ms) if card else 0
         self.min_samples = units.ms_to_samples(card.min_segment_ms) if card else 0
@@ -574,7 +579,7 @@ class EngineClient:
         with self._room:
             more, self.max_sessions = sessions > self.max_sessions, sessions
             # Rounded down, so that all servers together admit no more than their engines take.
-            self._admission.min_reservations = max(1, int(self.config.new_live_callers * engines + 1e-6))
+            self._admission.min_reservations = max(1, int(self._new_live_callers * engines + 1e-6))
             if more:
                 self._room.notify_all()
 

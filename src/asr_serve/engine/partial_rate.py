@@ -32,6 +32,14 @@ STALE_AFTER_MS = 5_000
 MIN_SAMPLES = 16
 """Measurements before any caller is refused: the first ones after a silence may be slow for other reasons."""
 RETRY_MS = 5_000
+ENCODED_S_PER_CALLER = 12.0
+"""Speed of the encoder, in seconds of audio per second, for each live caller who may be new. A caller's audio is
+encoded three times in the mean, since hypotheses overlap, and decoding takes half as long again: about 4.5. The rest is
+for sentences that grow longer, and for batches smaller than those of a proven load."""
+MIN_NEW_CALLERS = 8
+"""Live callers who may be new on the slowest machine."""
+UNMEASURED_NEW_CALLERS = 32
+"""Live callers who may be new with a model that encodes audio once: its callers cost little."""
 PROOF_MS = 3_000
 """Time since connecting, and speech answered on time within it, after which a caller is proven."""
 ROUND_MS = 4_500
@@ -94,6 +102,12 @@ class PartialRateController:
 
     def _stale(self, now_ms: float) -> bool:
         return now_ms - self._at_ms > STALE_AFTER_MS
+
+
+def new_live_callers(encoder_speed: float) -> int:
+    """Returns how many live callers may be new, with a model whose encoder takes one clip at `encoder_speed` seconds of
+    audio per second."""
+    return max(MIN_NEW_CALLERS, int(encoder_speed / ENCODED_S_PER_CALLER))
 
 
 class _CallerState(Enum):

@@ -12,7 +12,7 @@ import numpy as np
 from asr_serve.config import EngineConfig
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.diarization.overlapped_speech import SpeakerRanges
-from asr_serve.engine.builder import EngineComponents, build_loop, card_of_loaded
+from asr_serve.engine.builder import EngineComponents, build_loop, card_of_loaded, measure_new_live_callers
 from asr_serve.engine.cache.digest import set_chunk_digest, set_request_digests
 from asr_serve.engine.client import Connect
 from asr_serve.engine.diarization_runner import DiarizationRequest, models_available
@@ -49,12 +49,14 @@ class ThreadBackend:
         self._lock = threading.Lock()
         self._ended = False
         self.card: AnyCard = card
+        self.new_live_callers = 1
         ready: Future[Loop] = Future()
 
         def make() -> Loop:
             parts = build()
             self.card = card_of_loaded(card, parts)
             loop = build_loop(parts, card, config, on_done, self._stopped, meeting=meeting)
+            self.new_live_callers = measure_new_live_callers(parts, card, config)
             if turns:
                 self._turns = TurnRunner(turns, loop.executor.device, loop.stats)
             return loop

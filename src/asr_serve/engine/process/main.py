@@ -19,7 +19,13 @@ import msgspec
 
 from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import keep_memory
-from asr_serve.engine.builder import AsrCheckpoint, build_loop, card_of_loaded, find_checkpoint
+from asr_serve.engine.builder import (
+    AsrCheckpoint,
+    build_loop,
+    card_of_loaded,
+    find_checkpoint,
+    measure_new_live_callers,
+)
 from asr_serve.engine.cache.digest import use_key
 from asr_serve.engine.diarization_runner import models_available
 from asr_serve.engine.loop import Loop
@@ -112,6 +118,7 @@ class EngineProcessServer:
             self._address(loop, spec),
             multilingual="" if whisper is None else whisper.name,
             quantization=parts.device.quantize,
+            new_live_callers=measure_new_live_callers(parts, checkpoint.card, config),
         )
         self._owner.send(ready)
         threading.Thread(target=self._owner.read_messages, args=(facts,), name="messages", daemon=True).start()

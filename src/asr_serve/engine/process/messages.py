@@ -268,6 +268,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Name of the multilingual Whisper whose weights are on this machine; empty: there is none."""
     quantization: str = "none"
     """Quantization that the model computes with, see devices/interface.Device.quantize."""
+    new_live_callers: int = 1
+    """Live callers who may be new at the same time, as configured or measured."""
 
 
 class RequestsStarted(msgspec.Struct, frozen=True, tag=True):

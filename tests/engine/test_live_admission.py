@@ -7,19 +7,21 @@ import sys
 import threading
 from collections.abc import Callable
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny_moonshine
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_moonshine import CARD
 
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
 from asr_serve.config import EngineConfig
+from asr_serve.engine.builder import measure_new_live_callers
 from asr_serve.engine.client import EngineClient, VadSession
+from asr_serve.engine.executor import EngineComponents
 from asr_serve.engine.partial_rate import (
     MIN_SAMPLES,
     OVERLOADED_MS,
@@ -29,10 +31,10 @@ from asr_serve.engine.partial_rate import (
     LiveAdmission,
     PartialRateController,
 )
-from asr_serve.engine.seq2seq import encoder
 from asr_serve.engine.seq2seq.encoder import EncodeRunner
 from asr_serve.errors import AtCapacity, EngineClosed
 from asr_serve.models.interfaces import EncoderDecoderModel
+from asr_serve.models.registry import AsrCard, asr_card
 
 MIN_RESERVATIONS = 32
 SECOND = 31 * WINDOW_SAMPLES
@@ -414,38 +416,44 @@ def test_few_requests_that_wait_are_no_overload() -> None:
 # --- the first number -------------------------------------------------------------------------------------
 
 
-def admitted_at_once(**settings: Any) -> int:
-    """Live callers whom an engine admits in one instant."""
-    client = tiny_moonshine.start(max_sessions=200, **settings)
-    opened = 0
-    try:
-        while True:
-            client.open_vad_session(live=True)
-            opened += 1
-    except AtCapacity:
-        return opened
-    finally:
-        client.close()
+@pytest.fixture
+def parts() -> EngineComponents:
+    return tiny_moonshine.build()
 
 
-@pytest.mark.parametrize(("speed", "callers"), [(3.0, 8), (120.0, 10), (600.0, 50)])
-def test_as_many_may_be_new_as_the_encoder_is_fast(monkeypatch: pytest.MonkeyPatch, speed: float, callers: int) -> None:
-    monkeypatch.setattr(EncodeRunner, "measure_speed", lambda _: speed)
-    assert admitted_at_once() == callers
-
-
-def test_a_configured_number_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(EncodeRunner, "measure_speed")
-    assert admitted_at_once(new_live_callers=3) == 3
-
-
-@pytest.mark.parametrize(("runs_s", "speed"), [((0.4, 0.1), 40.0), ((0.8,), 5.0)])
-def test_the_speed_is_that_of_a_second_run_unless_the_first_takes_long(
-    monkeypatch: pytest.MonkeyPatch, runs_s: tuple[float, ...], speed: float
+@pytest.mark.parametrize(("speed", "callers"), [(3.0, 4), (120.0, 10), (600.0, 50)])
+def test_as_many_may_be_new_as_the_encoder_is_fast(
+    monkeypatch: pytest.MonkeyPatch, parts: EngineComponents, speed: float, callers: int
 ) -> None:
-    built = tiny_moonshine.build()
-    assert isinstance(built.model, EncoderDecoderModel)
+    monkeypatch.setattr(EncodeRunner, "measure_speed", lambda _: speed)
+    assert measure_new_live_callers(parts, CARD, EngineConfig()) == callers
+
+
+@pytest.mark.parametrize(
+    ("card", "settings", "callers"),
+    [
+        (CARD, {"new_live_callers": 3}, 3),
+        (asr_card("moonshine-streaming-tiny-en"), {}, 32),
+        (asr_card("armspeech-hy"), {}, 32),
+        (CARD, {"role": "decode"}, 32),
+        (CARD, {"peers": ("127.0.0.1:1",)}, 32),
+    ],
+)
+def test_what_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, parts: EngineComponents, card: AsrCard, settings: dict[str, Any], callers: int
+) -> None:
+    monkeypatch.delattr(EncodeRunner, "measure_speed")
+    assert measure_new_live_callers(parts, card, EngineConfig(**settings)) == callers
+
+
+@pytest.mark.parametrize(("runs_s", "speed"), [((0.4, 0.1), 80.0), ((0.8,), 10.0)])
+def test_the_speed_is_that_of_the_faster_run(parts: EngineComponents, runs_s: tuple[float, ...], speed: float) -> None:
+    """Of one run alone where it takes long. Two encoder threads take a clip each."""
+    assert isinstance(parts.model, EncoderDecoderModel)
     moments = itertools.accumulate(chain.from_iterable((0.0, run_s) for run_s in runs_s))
-    monkeypatch.setattr(encoder, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
-    assert EncodeRunner(built.model, built.device).measure_speed() == pytest.approx(speed)
+    runner = EncodeRunner(parts.model, parts.device)
+    parts.device.encoder_threads = 2
+    before = torch.get_num_threads()
+    assert runner.measure_speed(lambda: next(moments)) == pytest.approx(speed)
     assert not list(moments)
+    assert torch.get_num_threads() == before

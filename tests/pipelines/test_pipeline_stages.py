@@ -336,6 +336,8 @@ class ScriptedClient:
 class HeldBackend:
     """Backend of a client, which answers nothing but what is cancelled."""
 
+    new_live_callers = 32
+
     def __init__(self, config: EngineConfig, done: Callable[[int], None], stopped: Callable[[], None]) -> None:
         self.card, self._done, self._stopped = asr_card("whisper-tiny-en"), done, stopped
         self.requests: dict[int, RecognitionRequest] = {}

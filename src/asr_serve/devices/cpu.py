@@ -19,7 +19,6 @@ from asr_serve.devices.huge_pages import ask_for_huge_pages
 from asr_serve.devices.int8 import CpuInt8Linear, Int8Vocabulary, eight_bits_are_faster, has_dots
 from asr_serve.devices.interface import Device, GatedLinear, LayerNorm, Linear, VocabularyMatrix
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
-from asr_serve.kernels import attention_reference
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Int8Calibration, Quantize
 
@@ -298,15 +297,13 @@ class CpuDevice:
     def attention(self, qkv: Tensor, packing: PackedBatch, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
         total, _, heads, head_dim = qkv.shape
         out = torch.empty(total, heads * head_dim, dtype=qkv.dtype)
-        native = qkv.dtype == torch.bfloat16 and self.kernels is not kernels.reference
-        if native and not self.fused_attention:
+        if qkv.dtype == torch.bfloat16 and self.kernels is not kernels.reference and not self.fused_attention:
             if angles is not None:
                 self.kernels.rope(qkv, packing.positions(qkv.device), *angles)
             self._attend_by_products(qkv, packing, out.view(total, heads, head_dim))
         else:
-            attend_clips = self.kernels.attend_clips if native else attention_reference.attend_clips
             cos, sin = angles or (None, None)
-            attend_clips(qkv, packing.frames, cos, sin, head_dim**-0.5, out)
+            self.kernels.attend_clips(qkv, packing.frames, cos, sin, head_dim**-0.5, out)
         return out
 
     def _attend_by_products(self, qkv: Tensor, packing: PackedBatch, out: Tensor) -> None:

@@ -32,7 +32,7 @@ from asr_serve.engine.cache import TieredStore
 from asr_serve.engine.executor import EngineComponents as EngineComponents
 from asr_serve.engine.executor import ModelExecutor
 from asr_serve.engine.loop import Loop
-from asr_serve.engine.partial_rate import UNMEASURED_NEW_CALLERS, new_live_callers
+from asr_serve.engine.partial_rate import UNMEASURED_NEW_CALLERS, callers_for_speed
 from asr_serve.engine.remote import roles
 from asr_serve.engine.remote.handshake import HandshakeSettings
 from asr_serve.engine.remote.peer_pool import PeerPool
@@ -395,14 +395,20 @@ def build_loop(
 
 def measure_new_live_callers(parts: EngineComponents, chosen: AnyCard, config: EngineConfig) -> int:
     """Returns how many live callers may be new at the same time: as configured, or as the encoder's speed allows where
-    each hypothesis encodes its audio anew on this machine. Call it on the thread that will compute."""
+    each hypothesis encodes its audio anew on this machine. A SpeechLanguageModel, which spends its time in the decoder,
+    is not measured. Call it on the thread that will compute, before other memory is taken."""
     if config.new_live_callers is not None:
         return config.new_live_callers
     model = parts.model
     encodes_anew = isinstance(chosen, AsrCard) and not chosen.streaming and not chosen.incremental_encoder
-    if not encodes_anew or not isinstance(model, EncoderDecoderModel) or roles.uses_peers(config):
+    measurable = isinstance(model, EncoderDecoderModel) and not isinstance(model, SpeechLanguageModel)
+    if not encodes_anew or not measurable or roles.uses_peers(config):
         return UNMEASURED_NEW_CALLERS
-    return new_live_callers(EncodeRunner(model, parts.device).measure_speed())
+    assert isinstance(model, EncoderDecoderModel)
+    speed = EncodeRunner(model, parts.device).measure_speed()
+    callers = callers_for_speed(speed)
+    log.info("%.0f s of audio are encoded in a second: %d live callers may be new at once", speed, callers)
+    return callers
 
 
 def offload_options(config: EngineConfig, tiers: TieredStore | None) -> dict[str, Any]:

@@ -213,8 +213,10 @@ class EngineBackend(Protocol):
     """Card of the turn model, if there is one. `predict_turn_end` is called only then."""
     speakers: bool
     """Whether the diarization models are on this machine."""
-    new_live_callers: int
-    """Live callers who may be new at the same time, as the engine measured."""
+
+    @property
+    def new_live_callers(self) -> float:
+        """Live callers of this server who may be new at the same time, as configured or measured."""
 
     @property
     def state(self) -> str: ...
@@ -261,6 +263,11 @@ Connect = Callable[[EngineConfig, Callable[[int], None], Callable[[], None]], En
 ended, and the third when it accepts no more work."""
 
 
+def _whole_callers(callers: float) -> int:
+    """Rounded down, so that all servers together admit no more than their engines take; but one at least."""
+    return max(1, int(callers + 1e-6))
+
+
 class EngineClient:
     """Admits requests up to the limits of its configuration. Every method may be called from any thread."""
 
@@ -282,9 +289,7 @@ class EngineClient:
         self.max_sessions = config.max_sessions
         """Voice-activity sessions that may be open."""
         self.backend = connect(config, self._done, self._stopped)
-        self._new_live_callers = config.new_live_callers or self.backend.new_live_callers
-        """Live callers who may be new with one engine."""
-        self._admission = LiveAdmission(self._new_live_callers)
+        self._admission = LiveAdmission(_whole_callers(self.backend.new_live_callers))
         card = self.backend.card if isinstance(self.backend.card, AsrCard) else None
         self.max_samples = units.ms_to_samples(card.max_segment_ms) if card else 0
         self.min_samples = units.ms_to_samples(card.min_segment_ms) if card else 0
@@ -573,13 +578,12 @@ class EngineClient:
         with contextlib.suppress(EngineClosed):
             self.backend.cancel_separation(answer)
 
-    def set_room(self, sessions: int, engines: float) -> None:
-        """Sets how many voice-activity sessions may be open, and how many engines `new_live_callers` is meant for:
-        several engines have room for more than one, and one that other servers use too for less."""
+    def set_room(self, sessions: int, new_live_callers: float) -> None:
+        """Sets how many voice-activity sessions may be open, and how many live callers may be new: several engines have
+        room for more than one, and one that other servers use too for less."""
         with self._room:
             more, self.max_sessions = sessions > self.max_sessions, sessions
-            # Rounded down, so that all servers together admit no more than their engines take.
-            self._admission.min_reservations = max(1, int(self._new_live_callers * engines + 1e-6))
+            self._admission.min_reservations = _whole_callers(new_live_callers)
             if more:
                 self._room.notify_all()
 
@@ -600,7 +604,8 @@ class EngineClient:
 
     def describe(self) -> dict[str, Any]:
         """Counters of the engine and of this client."""
-        return {"requests": self._requests, "sessions": self._sessions, **self.backend.describe()}
+        counts = {"requests": self._requests, "sessions": self._sessions}
+        return {**counts, "new_live_callers": self._admission.min_reservations, **self.backend.describe()}
 
     def close(self) -> None:
         """Stops the loop; requests still in it raise EngineClosed."""

@@ -32,14 +32,15 @@ STALE_AFTER_MS = 5_000
 MIN_SAMPLES = 16
 """Measurements before any caller is refused: the first ones after a silence may be slow for other reasons."""
 RETRY_MS = 5_000
-ENCODED_S_PER_CALLER = 12.0
+ENCODER_SPEED_PER_CALLER = 12.0
 """Speed of the encoder, in seconds of audio per second, for each live caller who may be new. A caller's audio is
 encoded three times in the mean, since hypotheses overlap, and decoding takes half as long again: about 4.5. The rest is
 for sentences that grow longer, and for batches smaller than those of a proven load."""
-MIN_NEW_CALLERS = 8
+MIN_NEW_CALLERS = 4
 """Live callers who may be new on the slowest machine."""
 UNMEASURED_NEW_CALLERS = 32
-"""Live callers who may be new with a model that encodes audio once: its callers cost little."""
+"""Live callers who may be new where the encoder's speed is not measured: in the library, and with models whose callers
+cost little, because they encode audio once."""
 PROOF_MS = 3_000
 """Time since connecting, and speech answered on time within it, after which a caller is proven."""
 ROUND_MS = 4_500
@@ -104,10 +105,10 @@ class PartialRateController:
         return now_ms - self._at_ms > STALE_AFTER_MS
 
 
-def new_live_callers(encoder_speed: float) -> int:
-    """Returns how many live callers may be new, with a model whose encoder takes one clip at `encoder_speed` seconds of
-    audio per second."""
-    return max(MIN_NEW_CALLERS, int(encoder_speed / ENCODED_S_PER_CALLER))
+def callers_for_speed(encoder_speed: float) -> int:
+    """Returns how many live callers may be new, with a model that encodes `encoder_speed` seconds of audio per second
+    anew for each hypothesis."""
+    return max(MIN_NEW_CALLERS, int(encoder_speed / ENCODER_SPEED_PER_CALLER))
 
 
 class _CallerState(Enum):
@@ -143,8 +144,9 @@ class LiveAdmission:
     places, so that they never keep all others out. While several clients connect, the new callers of each may take
     three quarters of the places.
 
-    The measure is a count of callers: it needs no figure for the cost of one, which batching changes with their
-    number. Every call takes O(1) time, amortized: the callers of a state are in the order in which they leave it.
+    The measure is a count of callers: but for the first number it needs no figure for the cost of one, which batching
+    changes with their number. Every call takes O(1) time, amortized: the callers of a state are in the order in which
+    they leave it.
     """
 
     def __init__(self, min_reservations: int) -> None:

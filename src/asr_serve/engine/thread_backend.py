@@ -12,11 +12,12 @@ import numpy as np
 from asr_serve.config import EngineConfig
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.diarization.overlapped_speech import SpeakerRanges
-from asr_serve.engine.builder import EngineComponents, build_loop, card_of_loaded, measure_new_live_callers
+from asr_serve.engine.builder import EngineComponents, build_loop, card_of_loaded
 from asr_serve.engine.cache.digest import set_chunk_digest, set_request_digests
 from asr_serve.engine.client import Connect
 from asr_serve.engine.diarization_runner import DiarizationRequest, models_available
 from asr_serve.engine.loop import Loop, LoopJob, run_loop
+from asr_serve.engine.partial_rate import UNMEASURED_NEW_CALLERS
 from asr_serve.engine.remote.handshake import HandshakeSettings
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.engine.speaker_separation import SeparationRequest
@@ -49,14 +50,13 @@ class ThreadBackend:
         self._lock = threading.Lock()
         self._ended = False
         self.card: AnyCard = card
-        self.new_live_callers = 1
+        self.new_live_callers: float = config.new_live_callers or UNMEASURED_NEW_CALLERS
         ready: Future[Loop] = Future()
 
         def make() -> Loop:
             parts = build()
             self.card = card_of_loaded(card, parts)
             loop = build_loop(parts, card, config, on_done, self._stopped, meeting=meeting)
-            self.new_live_callers = measure_new_live_callers(parts, card, config)
             if turns:
                 self._turns = TurnRunner(turns, loop.executor.device, loop.stats)
             return loop

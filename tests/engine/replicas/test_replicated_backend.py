@@ -120,7 +120,7 @@ def connect() -> Iterator[Callable[..., tuple[EngineClient, Processes]]]:
     clients: list[EngineClient] = []
 
     def make(
-        owners: list[EngineClient], same_machine: bool = True, new_live_callers: int = 32, **settings: Any
+        owners: list[EngineClient], same_machine: bool = True, new_live_callers: int | None = 32, **settings: Any
     ) -> tuple[EngineClient, Processes]:
         directory = Processes(owners, same_machine)
         config = msgspec.structs.replace(config_of(MODEL), new_live_callers=new_live_callers)
@@ -540,14 +540,22 @@ def test_several_servers_share_the_slow_start_of_live_callers(launch, connect):
         return len(opened)
 
     first, one = connect(owners[:1], new_live_callers=4)
-    wait_until(lambda: one.backend.share == 1)
+    wait_until(lambda: one.backend.new_live_callers == 4)
     assert admitted(first) == 4
     second, both = connect(owners, new_live_callers=4)
-    wait_until(lambda: one.backend.share == 0.5 and both.backend.share == 1.5)
+    wait_until(lambda: one.backend.new_live_callers == 2 and both.backend.new_live_callers == 6)
     assert (admitted(first), admitted(second)) == (2, 6)
     second.close()
-    wait_until(lambda: one.backend.share == 1)
+    wait_until(lambda: one.backend.new_live_callers == 4)
     assert admitted(first) == 4
+
+
+def test_replicas_report_how_many_live_callers_may_be_new(launch, connect):
+    owners = launch()
+    measured = [backend_of(owner).ready.new_live_callers for owner in owners]
+    client, directory = connect(owners, new_live_callers=None)
+    wait_until(lambda: directory.backend.new_live_callers == sum(measured))
+    wait_until(lambda: client.describe()["new_live_callers"] == sum(measured))
 
 
 @pytest.mark.parametrize("same_machine", [True, False], ids=["ring", "tcp"])

@@ -58,7 +58,8 @@ class ProcessBackend:
         self._lock = self._supervisor.lock
         self.ready = self._supervisor.ready
         self.card, self.turn_card = self.ready.card, self.ready.turn_card
-        self.speakers, self.new_live_callers = self.ready.speakers, self.ready.new_live_callers
+        self.speakers = self.ready.speakers
+        self.new_live_callers: float = self.ready.new_live_callers
 
     @property
     def state(self) -> str:

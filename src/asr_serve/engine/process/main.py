@@ -81,6 +81,7 @@ class EngineProcessServer:
             keep_memory()
             config = _with_room(spec)
             parts = checkpoint.build(spec.device, spec.dtype, quantize_mode(config), config.tensor_parallel_size)
+            new_live_callers = measure_new_live_callers(parts, checkpoint.card, config)
             meeting = checkpoint.peer_identity(spec.config, spec.listen, spec.peer_keys)
             metrics = EngineMetrics(checkpoint.card.name)
             loop = build_loop(
@@ -114,11 +115,11 @@ class EngineProcessServer:
             tokenizer_checksum(checkpoint.tokenizer_folder) if isinstance(checkpoint, AsrCheckpoint) else 0,
             parts.device.describe(),
             round(time.perf_counter() - started, 3),
+            new_live_callers,
             models_available(),
             self._address(loop, spec),
             multilingual="" if whisper is None else whisper.name,
             quantization=parts.device.quantize,
-            new_live_callers=measure_new_live_callers(parts, checkpoint.card, config),
         )
         self._owner.send(ready)
         threading.Thread(target=self._owner.read_messages, args=(facts,), name="messages", daemon=True).start()

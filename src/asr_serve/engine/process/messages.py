@@ -256,6 +256,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Checksum of the tokenizer's file; 0: the model has none."""
     device: dict[str, Any]
     load_s: float
+    new_live_callers: int
+    """Live callers who may be new at the same time, as configured or measured."""
     speakers: bool = False
     """Whether the diarization models are on this machine."""
     address: EngineAddress | EncoderAddress | None = None
@@ -268,8 +270,6 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Name of the multilingual Whisper whose weights are on this machine; empty: there is none."""
     quantization: str = "none"
     """Quantization that the model computes with, see devices/interface.Device.quantize."""
-    new_live_callers: int = 1
-    """Live callers who may be new at the same time, as configured or measured."""
 
 
 class RequestsStarted(msgspec.Struct, frozen=True, tag=True):

@@ -109,6 +109,8 @@ class ConnectedReplica:
         """Voice-activity sessions of this server for which there is room, open ones included, as it reported last."""
         self.free_places = 0
         """Sessions for which there was room when it reported last, less those that were opened since."""
+        self.new_live_callers = 0
+        """Live callers who may be new with it, as it reported, for all its servers together."""
         self.servers = 1
         """Servers that are connected to it, this one included, as it reported last."""
         self.others_samples = self.others_sessions = 0
@@ -162,7 +164,7 @@ class ReplicatedBackend:
         """Replica that had each session when it was looked up last."""
         self._refused: dict[int, AsrServeError] = {}
         """Open sessions for which no replica has room."""
-        self._on_room: Callable[[int, float], None] = lambda places, share: None
+        self._on_room: Callable[[int, float], None] = lambda places, new_callers: None
         """See `watch_room`. Called without the lock."""
         self.audio_hits = 0
         """Requests that went to a replica that had their audio."""
@@ -189,7 +191,7 @@ class ReplicatedBackend:
             self.close()
             raise
         self.card, self.turn_card = self.ready.card, self.ready.turn_card
-        self.speakers, self.new_live_callers = self.ready.speakers, self.ready.new_live_callers
+        self.speakers = self.ready.speakers
 
     @property
     def state(self) -> str:
@@ -235,14 +237,14 @@ class ReplicatedBackend:
             return queue_state(self._in_flights)
 
     @property
-    def share(self) -> float:
-        """Number of replicas that take work; one that other servers use too counts as a part."""
+    def new_live_callers(self) -> float:
+        """Live callers who may be new with all replicas that take work; of one that other servers use too, a part."""
         with self._lock:
-            return sum(1 / replica.servers for replica in self._takers)
+            return sum(replica.new_live_callers / replica.servers for replica in self._takers)
 
     def watch_room(self, on_room: Callable[[int, float], None]) -> None:
         """Calls `on_room` now and whenever a replica reports: with the number of voice-activity sessions for which all
-        replicas together have room, open ones of this server included; and with `share`."""
+        replicas together have room, open ones of this server included; and with `new_live_callers`."""
         self._on_room = on_room
         self._report_room()
 
@@ -648,6 +650,7 @@ class ReplicatedBackend:
         in_flight.weights = ready.fingerprint
         replica.places = replica.free_places = ready.free_sessions
         replica.servers = max(1, ready.servers)
+        replica.new_live_callers = self._config.new_live_callers or ready.new_live_callers
         replica.others_samples = replica.others_sessions = 0  # until its first pong
         in_flight.replay_all()
         self._move_work(self._waiting, in_flight)
@@ -690,7 +693,7 @@ class ReplicatedBackend:
         with self._lock:
             places = [replica.places for replica in self._takers]
         if places:
-            self._on_room(sum(places), self.share)
+            self._on_room(sum(places), self.new_live_callers)
 
     def _on_lost(self, replica: ConnectedReplica, process: RemoteEngine) -> None:
         """Gives the work of a lost connection to the other replicas."""

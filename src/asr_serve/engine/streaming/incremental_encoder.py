@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,7 +173,7 @@ class IncrementalEncoderExecutor(StreamingExecutor):
             self._emit_answer(number, stream, session, EMPTY_RECOGNITION)
         else:
             decoded: Future[Recognition] = Future()
-            decoded.add_done_callback(lambda _: self._on_decoded(number, decoded))
+            decoded.add_done_callback(partial(self._on_decoded, number))
             # A stream has at most one hypothesis in flight, so its number can be the request's id.
             utterance = RecognitionRequest(
                 number, None, request.samples, request.options, request.priority, decoded, request.draft

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <vector>
 
+#include "attention_pieces.h"
 #include "floats.h"
 
 namespace asr_serve {
@@ -25,20 +26,6 @@ constexpr int ROWS = 6, WIDE = 4;
 // Queries of a piece of work: long clips are shared out, and packing their keys anew takes less than a tenth.
 constexpr int64_t QUERIES = 80 * ROWS;
 constexpr float LOG2_E = 1.44269504f;
-
-struct alignas(64) Line {
-  uint8_t bytes[64];
-};
-
-// Memory of a thread for one piece. It outlives the call: fresh pages cost more than what is written there.
-template <typename T>
-T* scratch(std::vector<Line>& lines, int64_t numbers) {
-  const size_t wanted = (size_t(numbers) * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
-  if (lines.size() < wanted) lines.resize(wanted);
-  return reinterpret_cast<T*>(lines.data());
-}
-
-inline int64_t round_up(int64_t n, int64_t size) { return (n + size - 1) / size * size; }
 
 inline __mmask16 first_lanes(int64_t count) { return __mmask16(count >= LANES ? 0xffff : (1u << count) - 1); }
 
@@ -59,7 +46,7 @@ inline int32_t pair_at(const uint16_t* from) {
 }
 
 // One frame's query or key, rotated for its position.
-inline void load_rotated(const ClipAttention& call, const uint16_t* from, int64_t position, uint16_t* to) {
+inline void load_rotated(const ClipAttention<uint16_t>& call, const uint16_t* from, int64_t position, uint16_t* to) {
   std::memcpy(to, from, size_t(call.head_dim) * 2);
   const float *cos = call.cos + position * call.half, *sin = call.sin + position * call.half;
   for (int64_t i = 0; i < call.half; i += LANES) {
@@ -91,7 +78,7 @@ struct Head {
   float* scores;                         // (ROWS, padded), and then their weights as bf16
 };
 
-void pack(const ClipAttention& call, const uint16_t* k, const uint16_t* v, int64_t stride, const Head& head) {
+void pack(const ClipAttention<uint16_t>& call, const uint16_t* k, const uint16_t* v, int64_t stride, const Head& head) {
   const int64_t dim = call.head_dim, block = head.pairs * LANES * 2;
   uint16_t row[LONGEST_HEAD];
   row[2 * head.pairs - 1] = 0;
@@ -184,11 +171,7 @@ void mix(const Head& head, const float* inverse, int64_t d, int64_t dim, uint16_
   }
 }
 
-struct Piece {
-  int64_t offset, frames, first, queries, head;
-};
-
-void attend(const ClipAttention& call, const Piece& piece) {
+void attend(const ClipAttention<uint16_t>& call, const Piece& piece) {
   thread_local std::vector<Line> key_lines, value_lines, score_lines;
   const int64_t width = call.heads * call.head_dim, stride = 3 * width;
   Head head{.frames = piece.frames, .padded = round_up(piece.frames, LANES), .pairs = (call.head_dim + 1) / 2,
@@ -225,19 +208,8 @@ void attend(const ClipAttention& call, const Piece& piece) {
   }
 }
 
-void attend_clips(const ClipAttention& call, ParallelFor parallel) {
-  std::vector<Piece> pieces;
-  for (int64_t clip = 0, offset = 0; clip < call.clips; offset += call.frames[clip++]) {
-    const int64_t frames = call.frames[clip], parts = (frames + QUERIES - 1) / QUERIES;
-    const int64_t size = parts ? round_up((frames + parts - 1) / parts, ROWS) : 0;
-    for (int64_t first = 0; first < frames; first += size)
-      for (int64_t head = 0; head < call.heads; ++head)
-        pieces.push_back({offset, frames, first, std::min(size, frames - first), head});
-  }
-  // The longest first, so that no thread is left alone with one at the end.
-  std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
-    return a.queries * a.frames > b.queries * b.frames;
-  });
+void attend_clips(const ClipAttention<uint16_t>& call, ParallelFor parallel) {
+  const std::vector<Piece> pieces = pieces_of(call, ROWS, QUERIES);
   auto one = [&](int64_t item) { attend(call, pieces[size_t(item)]); };
   run(int64_t(pieces.size()), parallel, one);
 }
@@ -245,7 +217,7 @@ void attend_clips(const ClipAttention& call, ParallelFor parallel) {
 }  // namespace
 }  // namespace ASR_SERVE_ISA
 
-AttendClips find_clip_attention() {
+AttendClips<uint16_t> find_clip_attention() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
@@ -256,6 +228,6 @@ AttendClips find_clip_attention() {
 }  // namespace asr_serve
 #else
 namespace asr_serve {
-AttendClips find_clip_attention() { return nullptr; }
+AttendClips<uint16_t> find_clip_attention() { return nullptr; }
 }  // namespace asr_serve
 #endif

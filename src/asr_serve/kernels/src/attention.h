@@ -1,5 +1,5 @@
-// Self-attention within clips whose frames lie end to end, by AVX512-BF16. The same in torch stands in
-// ../attention_reference.py.
+// Self-attention within clips whose frames lie end to end, in bf16 by AVX512-BF16, and in float32. The same in torch
+// stands in ../attention_reference.py.
 #pragma once
 #include <cstdint>
 
@@ -9,9 +9,10 @@ namespace asr_serve {
 
 constexpr int64_t LONGEST_HEAD = 512;
 
+template <typename T>
 struct ClipAttention {
-  const uint16_t* qkv;    // bf16 (frames of all clips, 3, heads, head_dim)
-  uint16_t* out;          // bf16 (frames of all clips, heads, head_dim)
+  const T* qkv;           // (frames of all clips, 3, heads, head_dim)
+  T* out;                 // (frames of all clips, heads, head_dim)
   const int64_t* frames;  // (clips,)
   int64_t clips, heads, head_dim;
   // (positions, half) of the angles by which queries and keys are rotated, halves apart; nullptr: they are not.
@@ -20,9 +21,20 @@ struct ClipAttention {
   float scale;
 };
 
-using AttendClips = void (*)(const ClipAttention& call, ParallelFor parallel);
+template <typename T>
+using AttendClips = void (*)(const ClipAttention<T>& call, ParallelFor parallel);
 
-// nullptr where the processor has no such instructions.
-AttendClips find_clip_attention();
+// Of bf16; nullptr where the processor has no such instructions.
+AttendClips<uint16_t> find_clip_attention();
+
+namespace generic {
+extern const AttendClips<float> attend_clips_f32;
+}
+namespace avx2 {
+extern const AttendClips<float> attend_clips_f32;
+}
+namespace avx512 {
+extern const AttendClips<float> attend_clips_f32;
+}
 
 }  // namespace asr_serve

@@ -80,10 +80,12 @@ struct Set {
   const DecoderKernels<bf16>* decoder_b16;
   const Int8PageKernels<float>* int8_pages_f32;
   const Int8PageKernels<bf16>* int8_pages_b16;
+  AttendClips<float> attend_clips_f32;
 };
 #define ASR_SERVE_SET(isa) \
   Set { #isa, &isa::kernels_f32, &isa::kernels_bf16, &isa::streaming_f32, &isa::streaming_bf16, isa::lstm_f32, \
-        isa::run_layers, isa::vad_encode, &isa::decoder_f32, &isa::decoder_bf16, &isa::int8_pages_f32, &isa::int8_pages_bf16 }
+        isa::run_layers, isa::vad_encode, &isa::decoder_f32, &isa::decoder_bf16, &isa::int8_pages_f32, &isa::int8_pages_bf16, \
+        isa::attend_clips_f32 }
 
 Set chosen = ASR_SERVE_SET(generic);
 
@@ -531,7 +533,7 @@ NB_MODULE(_core, m) {
         nb::arg("frames").noconvert(), nb::arg("out").noconvert());
   add_int8(m, parallel_for);
   add_bf16(m, parallel_for);
-  add_attention(m, parallel_for);
+  add_attention(m, parallel_for, [] { return chosen.attend_clips_f32; });
   add_decoder_layers(m, {&chosen.f32, &chosen.b16, &chosen.decoder_f32, &chosen.decoder_b16, &chosen.int8_pages_f32,
                          &chosen.int8_pages_b16},
                      [] { return gomp_parallel ? thread_count : 1; }, parallel_for);

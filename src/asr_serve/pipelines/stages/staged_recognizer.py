@@ -292,6 +292,7 @@ class StagedRecognizer:
     def _remove(self, job: _Job) -> None:
         with self._room:
             self._jobs.pop(job.number, None)
+            job.ticket = None  # whose future's callback has the job, and its audio
             self._room.notify_all()
 
     def _resolve(self, job: _Job, outcome: Recognition | AsrServeError) -> None:

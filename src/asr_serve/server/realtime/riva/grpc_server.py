@@ -32,7 +32,7 @@ IDLE_CONNECTION_MS = 300_000
 """Time without a call after which a connection is closed."""
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 20_000
 """Time without a byte after which a client is asked whether it is there, and to answer that."""
-HALF_CLOSE_S = 1.0
+CANCEL_GRACE_S = 0.5
 """Longest wait after the end of a call without a message: gRPC reports a message that its client broke off as the end
 too, and only then that the client has left."""
 LEAVE_S = 10.0
@@ -184,6 +184,7 @@ class _Call:
     def __init__(self, context: Any) -> None:
         self._context = context
         self._reading: asyncio.Future[Any] | None = None
+        self._message_received = False
         self._gone = asyncio.Event()
         self.status: RivaStatus | None = None
         """Status of an error; None: none came."""
@@ -217,11 +218,17 @@ class _Call:
             return None
         reading, self._reading = self._reading, None
         try:
-            message = reading.result()
+            message: bytes = reading.result()
         except (asyncio.CancelledError, grpc.aio.BaseError):
             self._gone.set()
             return None
-        return None if message is grpc.aio.EOF else message
+        if message is grpc.aio.EOF:
+            if not self._message_received:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._gone.wait(), CANCEL_GRACE_S)
+            return None
+        self._message_received = True
+        return message
 
     async def _write(self, message: bytes) -> None:
         if not self._gone.is_set():
@@ -236,18 +243,15 @@ class _RequestCall(_Call):
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
-        self._begun = self._half_closed = self._sent = False
+        self._half_closed = self._sent = False
         self._http_status = 0
         self._error = b""
 
     async def receive(self) -> Message:
         if not self._half_closed and not self._gone.is_set():
             message = await self._read()
-            if message is None and not self._begun:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._gone.wait(), HALF_CLOSE_S)
             if not self._gone.is_set():
-                self._begun, self._half_closed = True, message is None
+                self._half_closed = message is None
                 return {"type": "http.request", "body": message or b"", "more_body": message is not None}
         await self._gone.wait()
         return {"type": "http.disconnect"}

@@ -54,7 +54,7 @@ class Replica:
         line, _ = self._listener.accept()
         for descriptor in greet_server(line, KEY) or ():
             os.close(descriptor)
-        ready = messages.EngineReady(CARD, None, (), "", 1, 1, {}, 0.0, 4)
+        ready = messages.EngineReady(CARD, None, (), "", 1, 1, {}, 0.0)
         with Connection(line.detach()) as pipe:
             pipe.send_bytes(messages.encode(ready))
             try:

@@ -39,8 +39,8 @@ for sentences that grow longer, and for batches smaller than those of a proven l
 MIN_NEW_CALLERS = 4
 """Live callers who may be new on the slowest machine."""
 UNMEASURED_NEW_CALLERS = 32
-"""Live callers who may be new where the encoder's speed is not measured: in the library, and with models whose callers
-cost little, because they encode audio once."""
+"""Live callers who may be new where the encoder's speed is not measured: in the library, with models that encode audio
+once, whose callers cost little, with language models, and with peers that encode."""
 PROOF_MS = 3_000
 """Time since connecting, and speech answered on time within it, after which a caller is proven."""
 ROUND_MS = 4_500

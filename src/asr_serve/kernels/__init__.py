@@ -21,7 +21,7 @@ from asr_serve.errors import StaleBuild
 if TYPE_CHECKING:
     from asr_serve.kernels import reference as reference
 
-INTERFACES = {"asr_serve.kernels._packets": 1}
+INTERFACES = {"asr_serve.kernels._packets": 1, "asr_serve.kernels._core": 1}
 """Interface numbers of native modules whose functions change together with their callers."""
 PAGE = 16
 """Positions in one page of keys and values."""

@@ -87,7 +87,9 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., l
     own: list[EngineClient] = []
     folders = {MODEL: save(tmp_path_factory.mktemp("tiny")), NEMO_MODEL: NEMO}
 
-    def start(model: str = MODEL, fresh: bool = False) -> list[EngineClient]:
+    def start(
+        model: str = MODEL, fresh: bool = False, new_live_callers: tuple[int | None, ...] = (None, None)
+    ) -> list[EngineClient]:
         if model in shared and not fresh:
             return shared[model]
         listen = ListenSpec(str(tmp_path_factory.mktemp("sockets")), "127.0.0.1", KEY)
@@ -97,13 +99,13 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., l
                     start_engine,
                     model,
                     folders[model],
-                    config_of(model),
+                    msgspec.structs.replace(config_of(model), new_live_callers=callers),
                     process=True,
                     turn_model="none",
                     servers=listen,
                     digest_key=KEY,
                 )
-                for _ in range(2)
+                for callers in new_live_callers
             ]
         (own if fresh else shared.setdefault(model, [])).extend(owner.result() for owner in owners)
         return [owner.result() for owner in owners]
@@ -550,12 +552,12 @@ def test_several_servers_share_the_slow_start_of_live_callers(launch, connect):
     assert admitted(first) == 4
 
 
-def test_replicas_report_how_many_live_callers_may_be_new(launch, connect):
-    owners = launch()
-    measured = [backend_of(owner).ready.new_live_callers for owner in owners]
+def test_each_replica_reports_how_many_live_callers_may_be_new(launch, connect):
+    owners = launch(fresh=True, new_live_callers=(3, 5))
     client, directory = connect(owners, new_live_callers=None)
-    wait_until(lambda: directory.backend.new_live_callers == sum(measured))
-    wait_until(lambda: client.describe()["new_live_callers"] == sum(measured))
+    wait_until(lambda: client.describe()["new_live_callers"] == 8)
+    directory.backend.drain("replica 0", 0.0)
+    wait_until(lambda: client.describe()["new_live_callers"] == 5)
 
 
 @pytest.mark.parametrize("same_machine", [True, False], ids=["ring", "tcp"])

@@ -115,11 +115,11 @@ class EngineProcessServer:
             tokenizer_checksum(checkpoint.tokenizer_folder) if isinstance(checkpoint, AsrCheckpoint) else 0,
             parts.device.describe(),
             round(time.perf_counter() - started, 3),
-            new_live_callers,
             models_available(),
             self._address(loop, spec),
             multilingual="" if whisper is None else whisper.name,
             quantization=parts.device.quantize,
+            new_live_callers=new_live_callers,
         )
         self._owner.send(ready)
         threading.Thread(target=self._owner.read_messages, args=(facts,), name="messages", daemon=True).start()

@@ -17,6 +17,7 @@ from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.diarization.overlapped_speech import SpeakerRanges
+from asr_serve.engine.partial_rate import UNMEASURED_NEW_CALLERS
 from asr_serve.engine.request import HypothesisRequest
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.models.registry import AnyCard, TurnCard
@@ -256,8 +257,6 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Checksum of the tokenizer's file; 0: the model has none."""
     device: dict[str, Any]
     load_s: float
-    new_live_callers: int
-    """Live callers who may be new at the same time, as configured or measured."""
     speakers: bool = False
     """Whether the diarization models are on this machine."""
     address: EngineAddress | EncoderAddress | None = None
@@ -270,6 +269,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Name of the multilingual Whisper whose weights are on this machine; empty: there is none."""
     quantization: str = "none"
     """Quantization that the model computes with, see devices/interface.Device.quantize."""
+    new_live_callers: int = UNMEASURED_NEW_CALLERS
+    """Live callers who may be new at the same time, as configured or measured."""
 
 
 class RequestsStarted(msgspec.Struct, frozen=True, tag=True):

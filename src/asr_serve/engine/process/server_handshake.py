@@ -22,7 +22,7 @@ from typing import Literal
 
 from asr_serve.errors import PeerGone, PeerRefused
 
-VERSION = 2
+VERSION = 1
 """Version of the messages. A server and an engine of different versions do not work together."""
 HANDSHAKE_S = 10.0
 """Time limit of a handshake, and of a connection's first message."""

@@ -240,7 +240,11 @@ class ReplicatedBackend:
     def new_live_callers(self) -> float:
         """Live callers who may be new with all replicas that take work; of one that other servers use too, a part."""
         with self._lock:
-            return sum(replica.new_live_callers / replica.servers for replica in self._takers)
+            return self._count_new_callers()
+
+    def _count_new_callers(self) -> float:
+        """`new_live_callers`, with the lock held."""
+        return sum(replica.new_live_callers / replica.servers for replica in self._takers)
 
     def watch_room(self, on_room: Callable[[int, float], None]) -> None:
         """Calls `on_room` now and whenever a replica reports: with the number of voice-activity sessions for which all
@@ -691,9 +695,9 @@ class ReplicatedBackend:
     def _report_room(self) -> None:
         """Reports what there is room for. Without a replica it stays: work waits for one."""
         with self._lock:
-            places = [replica.places for replica in self._takers]
+            places, new_callers = [replica.places for replica in self._takers], self._count_new_callers()
         if places:
-            self._on_room(sum(places), self.new_live_callers)
+            self._on_room(sum(places), new_callers)
 
     def _on_lost(self, replica: ConnectedReplica, process: RemoteEngine) -> None:
         """Gives the work of a lost connection to the other replicas."""

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -94,24 +94,24 @@ class EncodeRunner:
         return self.model.encode(clips, whole)
 
     def measure_speed(self, clock: Callable[[], float] = time.perf_counter) -> float:
-        """Measures how many seconds of audio are encoded per second: on a CPU by encoder threads with a clip each, as
-        live callers' are. `clock`: in seconds. Call it on the thread that will compute."""
-        noise = np.random.default_rng(0).standard_normal(units.s_to_samples(MEASURED_S)).astype(np.float32) / 32
+        """Measures how many seconds of audio are encoded per second, by as many threads as encode live callers' audio,
+        with a clip each. `clock`: in seconds. Call it on the thread that will compute."""
         device = self.device
-        parallel = max(1, device.encoder_threads)
-        if device.computes_on_host:
-            device.set_threads(1)
-        try:
-            self._encode_clip(noise[: len(noise) // 4])  # prepares what the first call needs
+        clip = np.random.default_rng(0).standard_normal(units.s_to_samples(MEASURED_S)).astype(np.float32) / 32
+        clips = [clip] * max(1, device.encoder_threads)
+        with contextlib.ExitStack() as stack:
+            run_all: Callable[..., Iterable[None]] = map
+            if device.encoder_threads:
+                initial = (device.set_threads, (1,))
+                run_all = stack.enter_context(ThreadPoolExecutor(len(clips), "asr-serve measuring", *initial)).map
             times_s: list[float] = []
-            while len(times_s) < 2 and sum(times_s) < MAX_MEASURING_S:
+            for _ in range(MEASURED_RUNS):
                 started_s = clock()
-                self._encode_clip(noise)
+                list(run_all(self._encode_clip, clips))
                 times_s.append(clock() - started_s)
-        finally:
-            if device.computes_on_host:
-                device.set_threads(device.threads)
-        return parallel * MEASURED_S / min(times_s)
+                if device.computes_on_host and times_s[-1] > SLOW_RUN_S:
+                    break
+        return len(clips) * MEASURED_S / min(times_s)
 
     def _encode_clip(self, clip: np.ndarray) -> None:
         self.encode([clip])[0].decoder_input.sum().item()  # waits for the device
@@ -119,8 +119,10 @@ class EncodeRunner:
 
 MEASURED_S = 4.0
 """Duration of the clip of which the encoder's speed is measured."""
-MAX_MEASURING_S = 0.5
-"""Time for it above which it is not encoded again."""
+MEASURED_RUNS = 3
+"""Runs, of which the fastest counts: the first one prepares memory, and compiles on a GPU."""
+SLOW_RUN_S = 0.5
+"""Duration of a run on a CPU after which there are no more."""
 
 
 def tensor_from_array(array: np.ndarray) -> Tensor:

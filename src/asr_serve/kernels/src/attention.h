@@ -24,7 +24,7 @@ struct ClipAttention {
 template <typename T>
 using AttendClips = void (*)(const ClipAttention<T>& call, ParallelFor parallel);
 
-// Of bf16; nullptr where the processor has no such instructions.
+// The kernel of bf16; nullptr where the processor has no such instructions.
 AttendClips<uint16_t> find_clip_attention();
 
 namespace generic {

@@ -21,6 +21,10 @@ constexpr int ROWS = 6, WIDE = LANES == 16 ? 4 : 2;
 constexpr int64_t QUERIES = 80 * ROWS;
 constexpr float LOG2_E = 1.44269504f;
 
+// std::fill of floats would be one function for all instruction sets.
+inline void fill(float* from, float* to, float x) {
+  for (; from < to; ++from) *from = x;
+}
 inline Vec spread(float x) { return x - Vec{}; }
 inline void save_vec(float* to, Vec x) { std::memcpy(to, &x, sizeof(x)); }
 
@@ -76,7 +80,7 @@ void pack(const ClipAttention<float>& call, const float* k, const float* v, int6
   for (int64_t i = 0; i < head.frames; ++i) {
     float* to = head.values + i * head.width;
     std::memcpy(to, v + i * stride, size_t(head.dim) * sizeof(float));
-    std::fill(to + head.dim, to + head.width, 0.0f);
+    fill(to + head.dim, to + head.width, 0.0f);
   }
 }
 
@@ -106,7 +110,7 @@ void score(const Head& head, const float* queries) {
 
 // Scores of one query to weights in place; their sum's inverse.
 float weigh(const Head& head, float* scores, float scale) {
-  std::fill(scores + head.frames, scores + head.padded, -INFINITY);
+  fill(scores + head.frames, scores + head.padded, -INFINITY);
   Vec top = load_vec(scores);
   for (int64_t i = LANES; i < head.padded; i += LANES) {
     const Vec x = load_vec(scores + i);
@@ -114,10 +118,9 @@ float weigh(const Head& head, float* scores, float scale) {
   }
   float most = top[0];
   for (int i = 1; i < LANES; ++i) most = std::max(most, top[i]);
-  const float shift = most * scale;
   Vec total{};
   for (int64_t i = 0; i < head.padded; i += LANES) {
-    const Vec e = exp2_of(load_vec(scores + i) * scale - shift);
+    const Vec e = exp2_of((load_vec(scores + i) - most) * scale);
     total += e;
     save_vec(scores + i, e);
   }
@@ -165,7 +168,7 @@ void attend(const ClipAttention<float>& call, const Piece& piece) {
       if (r < rows)
         load_rotated(call, q + (first + r) * stride, first + r, queries + r * head.dim, 1);
       else
-        std::fill(queries + r * head.dim, queries + (r + 1) * head.dim, 0.0f);
+        fill(queries + r * head.dim, queries + (r + 1) * head.dim, 0.0f);
     score(head, queries);
     for (int64_t r = 0; r < ROWS; ++r) inverse[r] = weigh(head, head.scores + r * head.padded, call.scale * LOG2_E);
     float* to = out + first * width;

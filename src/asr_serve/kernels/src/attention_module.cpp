@@ -50,7 +50,7 @@ void attend_clips(nb::handle qkv, const std::vector<int64_t>& frames, std::optio
                                 .scale = scale};
     run(call, threads);
     const int64_t width = shape[2] * shape[3];
-    std::fill(call.out + total * width, call.out + shape[0] * width, T{});
+    std::memset(call.out + total * width, 0, size_t((shape[0] - total) * width) * sizeof(T));
   };
   if (from.bf16)
     attend(find_clip_attention(), static_cast<uint16_t*>(nullptr));

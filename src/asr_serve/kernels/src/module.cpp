@@ -66,6 +66,9 @@ void team_for(int64_t items, Body body, void* context) {
   Team::mine().run(drain, &work, unsigned(std::min<int64_t>(items, thread_count)));
 }
 
+// Goes up when what callers may pass changes: see INTERFACES in ../__init__.py.
+constexpr int INTERFACE = 1;
+
 // Everything that was compiled for one instruction set.
 struct Set {
   const char* name;
@@ -502,6 +505,7 @@ NB_MODULE(_core, m) {
   choose("auto");
   gomp_parallel = reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   m.attr("PAGE") = PAGE;
+  m.attr("INTERFACE") = INTERFACE;
   m.def("isa", [] { return std::string(chosen.name); }, "The instruction set in use: generic, avx2 or avx512.");
   m.def("choose_isa", &choose, nb::arg("isa"), "Force an instruction set, or 'auto'. For tests.");
   m.def("shares_threads", [] { return gomp_parallel != nullptr; }, "Whether torch's OpenMP pool was found.");

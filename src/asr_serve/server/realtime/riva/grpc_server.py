@@ -184,7 +184,7 @@ class _Call:
     def __init__(self, context: Any) -> None:
         self._context = context
         self._reading: asyncio.Future[Any] | None = None
-        self._message_received = False
+        self._message_received = self._ended = False
         self._gone = asyncio.Event()
         self.status: RivaStatus | None = None
         """Status of an error; None: none came."""
@@ -207,6 +207,8 @@ class _Call:
 
     async def _read(self) -> bytes | None:
         """Next message; None where there is none any more: the client has half-closed, or left, or the call is over."""
+        if self._ended:
+            return None
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._context.read())
         gone = asyncio.ensure_future(self._gone.wait())
@@ -223,6 +225,7 @@ class _Call:
             self._gone.set()
             return None
         if message is grpc.aio.EOF:
+            self._ended = True
             if not self._message_received:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._gone.wait(), CANCEL_GRACE_S)

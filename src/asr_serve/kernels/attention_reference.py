@@ -1,5 +1,5 @@
-"""Self-attention within clips whose frames lie end to end, in plain torch: the oracle of `attention.cpp`, and its
-fallback."""
+"""Self-attention within clips whose frames lie end to end, in plain torch: the reference of `attention.cpp` and of
+`attention_f32.cpp`, and their fallback."""
 
 from __future__ import annotations
 

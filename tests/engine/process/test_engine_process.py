@@ -225,7 +225,7 @@ def test_requests_during_a_restart_wait_for_the_next_engine(start, reference):
 @pytest.mark.slow
 def test_a_process_that_hangs_while_loading_is_killed(start, reference, short_hang_timeout, monkeypatch):
     client = start()
-    monkeypatch.setattr("asr_serve.engine.process.supervisor.LOAD_TIMEOUT_S", 8.0)
+    monkeypatch.setattr("asr_serve.engine.process.supervisor.LOAD_TIMEOUT_S", 20.0)
     old = engine_pid(client)
     kill(client)
     wait_until(lambda: engine_pid(client) != old)

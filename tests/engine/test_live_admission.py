@@ -446,7 +446,7 @@ def test_what_is_not_measured(
     assert measure_new_live_callers(parts, card, EngineConfig(**settings)) == callers
 
 
-@pytest.mark.parametrize(("runs_s", "speed"), [((0.4, 0.2, 0.1), 80.0), ((0.4, 0.8), 20.0), ((0.8,), 10.0)])
+@pytest.mark.parametrize(("runs_s", "speed"), [((0.4, 0.2, 0.1), 80.0), ((0.4, 2.4), 20.0), ((3.2,), 2.5)])
 def test_the_speed_is_that_of_the_fastest_run(parts: EngineComponents, runs_s: tuple[float, ...], speed: float) -> None:
     """There are no more after one that takes long. Two encoder threads take a clip each."""
     assert isinstance(parts.model, EncoderDecoderModel)

@@ -121,7 +121,7 @@ MEASURED_S = 4.0
 """Duration of the clip of which the encoder's speed is measured."""
 MEASURED_RUNS = 3
 """Runs, of which the fastest counts: the first one prepares memory, and compiles on a GPU."""
-SLOW_RUN_S = 0.5
+SLOW_RUN_S = 2.0
 """Duration of a run on a CPU after which there are no more."""
 
 

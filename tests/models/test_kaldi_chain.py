@@ -246,7 +246,7 @@ def random_network(layers: Sequence[LayerSpec], dtype: torch.dtype) -> ChainNetw
 def test_bf16_is_as_near_to_float32_by_a_native_call(tiles: bool, sessions: int) -> None:
     core = kernels.core()
     if core is None or (tiles and not core.has_tiles()):
-        pytest.skip("the native core is not built, or this processor does not multiply bf16")
+        pytest.skip("this CPU, or what was compiled for it, has no products of bf16")
     core.use_tiles(tiles)
     try:
         network = random_network(FACTORED, torch.bfloat16)

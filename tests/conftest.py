@@ -25,6 +25,8 @@ from asr_serve.config import limit_openmp_spinning
 from asr_serve.engine import executor
 from asr_serve.server.telemetry.logs import LOGGER_NAMES
 
+pytest_plugins = ("slow_tests_limit",)
+
 restore_sigint()  # before any test starts a process
 share_certificates()
 limit_openmp_spinning()  # before any test loads torch: the servers some of them start want the same cores

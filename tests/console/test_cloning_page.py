@@ -63,7 +63,7 @@ def launch() -> Iterator[Callable[..., Any]]:
         yield found
 
 
-TRAINING_S = 900.0
+TRAINING_S = 480.0
 """Limit in seconds. A voice is trained for half a minute on two free cores, and for minutes beside other tests."""
 
 

@@ -54,6 +54,25 @@ def test_auto_takes_bf16_only_where_the_cpu_multiplies_it() -> None:
     assert chosen.describe()["dtype"] == chosen.dtype_name
 
 
+@pytest.mark.parametrize(
+    ("flags", "dtype", "warned"),
+    [
+        ({"avx2"}, torch.bfloat16, True),
+        ({"avx2"}, torch.float32, False),
+        ({"avx2"}, None, False),
+        ({"avx512_bf16"}, torch.bfloat16, False),
+        (set(), torch.bfloat16, False),
+    ],
+    ids=["emulated", "fp32", "auto", "multiplied", "unknown"],
+)
+def test_bf16_that_the_cpu_emulates_is_warned_of(
+    flags: set[str], dtype: torch.dtype | None, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    monkeypatch.setattr("asr_serve.devices.cpu.cpu_flags", lambda: frozenset(flags))
+    CpuDevice(dtype)
+    assert ("dtype=auto chooses" in caplog.text) == warned
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kernels", ["native", "products", "reference"])
 @pytest.mark.parametrize("half", [0, 5])

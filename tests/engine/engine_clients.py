@@ -18,7 +18,7 @@ from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.messages import EngineSpec
 from asr_serve.engine.thread_backend import thread_backend
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 NEMO = Path(__file__).parents[1] / "models" / "fixtures" / "fastconformer_hybrid.nemo"
 NEMO_MODEL = "fastconformer-streaming-medium-en"
 RING = RingSize(64, 16_384)

@@ -27,7 +27,7 @@ from asr_serve.errors import AsrServeError
 from asr_serve.models.asr.moonshine import moonshine
 from asr_serve.models.auxiliary import silero
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 """Longer than anything here takes; only a hang reaches it."""
 CARD = msgspec.structs.replace(moonshine.CARDS[0], name="tiny-random", max_segment_ms=8_000)
 MAX_SAMPLES = 8 * 16_000

@@ -37,7 +37,7 @@ from asr_serve.models.tts.vocoders import hifigan, source_filter
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding-a-model.md"
 CODE = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NAME = "tiny-letters-en"
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 def blocks(wanted: str) -> list[str]:

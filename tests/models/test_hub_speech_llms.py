@@ -31,7 +31,7 @@ from asr_serve.text.tokenizers import HubTokenizer
 TOLERANCE = 1e-4
 KNOWN = range(len(LENGTHS) - 1)
 """Clips that transformers encoded; the last is too short for it."""
-WAIT_S = 60.0
+WAIT_S = 180.0
 ONCE: dict[str, Any] = {"temperatures": (0.0,), "min_avg_logprob": -1e9, "max_compression_ratio": 1e9}
 
 

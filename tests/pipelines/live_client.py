@@ -25,7 +25,7 @@ from asr_serve.pipelines.options import ListenOptions
 from asr_serve.types import Segment
 
 RATE_HZ = 16_000
-WAIT_S = 60.0
+WAIT_S = 180.0
 """Longer than any answer takes; only a hang reaches it."""
 SegmentSpans = list[tuple[int, int, str]]
 

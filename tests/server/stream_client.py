@@ -24,7 +24,7 @@ from websockets.uri import parse_uri
 
 from asr_serve.audio.reader import open_audio
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 Event = dict[str, Any]
 NUMBERED = {"locked", "segment", "flushed", "turn", "speakers", "language", "end"}
 

@@ -17,7 +17,7 @@ import pytest
 from children import Child
 from raw_http import Raw, file_head
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 ROUTE = "/v1/audio/transcriptions"
 SERVE = (
     "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"  # in its own session: who types is there

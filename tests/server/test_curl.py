@@ -24,7 +24,7 @@ FEATURES = subprocess.run([CURL, "-V"], capture_output=True, text=True).stdout i
 
 ROUTE = "/v1/audio/transcriptions"
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
-WAIT_S = 60.0
+WAIT_S = 180.0
 MIB = 1 << 20
 
 

@@ -24,7 +24,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from asr_serve.audio.reader import open_audio
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 SESSIONS = 3
 """That the engine holds."""
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."

@@ -28,7 +28,7 @@ from websockets.sync.client import ClientConnection, connect
 from asr_serve.audio.reader import open_audio
 from asr_serve_tools.evaluate.wer import wer
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
 OPEN_SESSIONS = re.compile(r"^asr_serve_live_open_sessions\{.*\} (\S+)$", re.MULTILINE)
 

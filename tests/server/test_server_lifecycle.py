@@ -31,7 +31,7 @@ from asr_serve.errors import OptionError
 from asr_serve.server.silent_connections import SILENT_MS
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 90.0
+WAIT_S = 180.0
 MODEL = "moonshine-tiny-en"
 PATH = "/v1/audio/transcriptions"
 

@@ -22,7 +22,7 @@ from children import Child
 from stream_client import WebSocket, expect_sound, pcm_of, pour, segments
 from websockets.sync.client import connect
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
 COMMAND = [
     sys.executable,

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from asr_serve.audio.features.slaney_mel import SlaneyMel
 from asr_serve.cloning.voice_corpus import FULL_SCALE, VoiceRecording
+from asr_serve.devices.cpu import bf16_supported
 from asr_serve.models.tts.fastpitch_layers import LoraChanges
 from asr_serve.models.tts.fastpitch_network import (
     F0_SCALE,
@@ -225,7 +226,8 @@ class AcousticLearner(nn.Module):
     def forward(self, b: AcousticBatch, changes: LoraChanges | None = None) -> AcousticOutput:
         """Runs the network with the recorded durations, pitch and energy; `changes`: a voice's low-rank changes."""
         network, mask, device = self.network, b.phoneme_mask, b.ids.device
-        with torch.autocast(device.type, torch.bfloat16):
+        bf16 = device.type != "cpu" or bf16_supported()
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             hidden = network.encode(b.ids, mask, self.tables["speakers"][b.speaker], changes)
             log_durations = network.log_durations(hidden, mask, changes)
             pitch, voiced, energy = network.prosody(hidden, mask, changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,8 @@ from asr_serve.devices.interface import Device, GatedLinear, LayerNorm, Linear, 
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Int8Calibration, Quantize
+
+log = logging.getLogger(__name__)
 
 
 def cpu_flags() -> frozenset[str]:
@@ -216,6 +219,11 @@ class CpuDevice:
             native_bf16 = bf16_supported()
             dtype = torch.bfloat16 if native_bf16 else torch.float32
             self.chosen_because = f"this CPU {'multiplies' if native_bf16 else 'does not multiply'} bf16 itself"
+        elif dtype == torch.bfloat16 and cpu_flags() and not bf16_supported():
+            log.warning(
+                "dtype=bf16 was asked for, and this CPU has no instructions for bf16: products are emulated, several "
+                "times slower than fp32; dtype=auto chooses what this CPU computes fastest"
+            )
         self.dtype = dtype
         self.threads = max(1, (thread_limit() or usable_cores()) // group.size)
         self.encoder_threads = 0 if self.threads == 1 else self.threads - self.threads // 4

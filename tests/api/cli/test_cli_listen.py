@@ -35,7 +35,7 @@ from asr_serve.config import EngineConfig
 from asr_serve.errors import OptionError, UnsupportedAudio, WeightsMissing
 from asr_serve.types import Segment
 
-WAIT_S = 60
+WAIT_S = 180.0
 
 
 def start(*arguments: str | Path, **streams: Any) -> subprocess.Popen[bytes]:

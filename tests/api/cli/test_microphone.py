@@ -19,7 +19,7 @@ from cli_process import require_alsa, start_cli, start_python
 from asr_serve.api.cli.exit_codes import FAILED, USAGE
 from asr_serve.audio import read_audio
 
-WAIT_S = 60
+WAIT_S = 180.0
 BLOCK_BYTES = 640
 """ALSA's file plugin gives no part of a sample back, so what is written is what one read asks for: 20 ms."""
 BLOCK_S = BLOCK_BYTES / 32_000

@@ -41,7 +41,7 @@ CASES = [
 PCM = np.concatenate(clips(3))[:48_000]
 RESIDENT: dict[tuple[Any, ...], ClipStream] = {}
 """Streams that are never offloaded, by their audio and pieces: computed once."""
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from asr_serve import devices
 from asr_serve.cloning import fine_tuning
+from asr_serve.cloning.acoustic_training import collate
 from asr_serve.cloning.base_model import CloningBaseModel, checkpoint_fingerprint
 from asr_serve.cloning.clone import pitch_statistics
 from asr_serve.cloning.fine_tuning import (
@@ -54,6 +55,19 @@ def learnt(checkpoint: Path) -> tuple[VoiceFineTuning, FineTuningResult, list[Fi
         patch.setattr(fine_tuning, "STEPS_A_SECOND", 0)
         tuned = begun(checkpoint)
         return tuned, taught(tuned, told=told), told
+
+
+@pytest.mark.parametrize("multiplied", [True, False])
+def test_bf16_only_where_the_cpu_multiplies_it(multiplied, checkpoint, monkeypatch):
+    """Elsewhere it is emulated: a step takes many times as long as one in float32."""
+    monkeypatch.setattr("asr_serve.cloning.acoustic_training.bf16_supported", lambda: multiplied)
+    base = CloningBaseModel(checkpoint)
+    items = tiny_fastpitch.items(0, 2)
+    batch = collate(items, base.norms, tiny_fastpitch.VOICES, tiny_fastpitch.SIZES.chunk)
+    products = set()
+    base.learner.linears["pre"].register_forward_hook(lambda layer, given, out: products.add(out.dtype))
+    base.learner(batch)
+    assert products == {torch.bfloat16 if multiplied else torch.float32}
 
 
 def test_held_out_clips_improve_too(learnt):

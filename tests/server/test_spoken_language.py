@@ -74,6 +74,12 @@ def chinese() -> Iterator[EngineParts]:
     made.client.close()
 
 
+@pytest.fixture(autouse=True)
+def time_to_identify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On slow or busy cores too, no answer is late that no test makes late."""
+    monkeypatch.setattr(recording_language, "ANSWER_TIMEOUT_S", WAIT_S)
+
+
 def serve_models(**parts: EngineParts | None) -> Running:
     """A server of these models, the first of which is the default one."""
     models = {each.card.name: each for each in parts.values() if each is not None}
@@ -212,6 +218,7 @@ def test_the_head_of_a_stream_names_the_model_of_a_late_field(served, beckett, m
     assert b"transcript.text.done" in body
 
 
+@pytest.mark.slow
 def test_a_field_that_follows_the_file_ends_a_wait_for_the_identification(parts, german):
     """Of a recording of which more was read than is looked at: nothing waits for a reader of it."""
     whisper = open_model(WHISPER)
@@ -243,6 +250,7 @@ def readers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "slow audio"]
 
 
+@pytest.mark.slow
 def test_auto_names_the_model_of_the_language_that_is_spoken(parts, whisper, german, beckett):
     """The model that identifies it is loaded for that, and changes nothing for those who do not name `auto`."""
     config = ServeConfig(model=MODEL, voice="none", max_models=1, wyoming_port=0)
@@ -265,6 +273,7 @@ def test_auto_names_the_model_of_the_language_that_is_spoken(parts, whisper, ger
         server.stop()
 
 
+@pytest.mark.slow
 def test_deepgrams_whisper_is_a_whisper_where_one_is_served(served, server, beckett):
     for name in ("whisper", "whisper-large", "whisper-cloud"):
         assert upload(served, beckett, model=name).headers["x-model"] == WHISPER
@@ -385,6 +394,7 @@ def test_bulk_work_is_identified_at_its_priority_however_long_that_takes(served,
     assert transcribed(served, german, "interactive") == "und;outcome=timeout"
 
 
+@pytest.mark.slow
 def test_fifty_at_once(served, beckett, german):
     clips = {MODEL: wav(pcm_of(beckett, 3.0)), WHISPER: wav(pcm_of(german, 3.0))}
     wanted = [MODEL, WHISPER] * 25
@@ -590,6 +600,7 @@ def engine_of(server: Running, name: str) -> ModelEngine:
     return next(engine for engine in server.engines if engine.name == name)
 
 
+@pytest.mark.slow
 def test_an_identifying_engine_that_dies(parts, german, beckett):
     """While it is asked, and while it starts again: the default model answers, and it is told."""
     whisper = open_model(WHISPER)
@@ -625,6 +636,7 @@ def test_an_identifying_engine_that_dies(parts, german, beckett):
         whisper.client.close()
 
 
+@pytest.mark.slow
 def test_an_identifying_engine_that_is_away(parts, german):
     whisper = open_model(WHISPER)
     server = serve_models(english=parts, multilingual=whisper)

@@ -123,7 +123,7 @@ def running(folder: Path, run_id: str, packaged_speech: Path) -> Iterator[Runnin
         dtype="fp32",
         engine_threads=1,
         admin_keys=("boss",),
-        engine=EngineConfig(prefix_bytes=0, new_live_callers=len(CALLERS)),
+        engine=EngineConfig(prefix_bytes=0, new_live_callers=4 * len(CALLERS)),
         governance=GovernanceConfig(
             policy=str(folder / "policy.toml"), audit_log=str(folder / "audit.jsonl"), region="eu-central-1"
         ),

@@ -65,6 +65,7 @@ def test_attend_in_float32_over_pages_of_16_bits():
     near(ours, theirs)
 
 
+@pytest.mark.slow
 def test_attend_with_rows_enough_for_one_part():
     pool, tables, lengths = paged([300] * 4, 32, torch.float32)
     q = torch.randn(4, 3 * 32, device=DEVICE)

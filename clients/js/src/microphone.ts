@@ -51,6 +51,8 @@ export interface MicrophoneEvents {
 }
 
 const BLOCK_MS = 20;
+/** Hz of the frames, unless another rate is asked for. */
+const RATE = 16_000;
 /** Of what vad.wasm hears. */
 const VOICE_HZ = 16_000;
 /** An audio thread that was interrupted is not waited for. */
@@ -63,14 +65,21 @@ const FINISH_MS = 500;
  * records at a rate of its own).
  */
 export async function microphone(options: MicrophoneOptions = {}): Promise<Microphone> {
+  expectNames(options, OPTIONS);
   expectNames(options.speechOnly ?? {}, GATE, "speechOnly.");
+  if (!globalThis.isSecureContext || !navigator.mediaDevices) {
+    throw new SpeechError("insecure-context", "Browsers give a microphone to pages from https or localhost only.");
+  }
   // Before the device is open: what is said meanwhile would be lost.
   const voiceActivity = options.speechOnly && (await fetched(options.speechOnly.module));
-  const stream = await ask(options);
+  const context = await contextAt(options.rate ?? RATE);
+  let stream: MediaStream | undefined;
   try {
-    return await capture(stream, options, voiceActivity);
+    stream = await ask(options);
+    return await capture(stream, context, options, voiceActivity);
   } catch (failure) {
-    for (const track of stream.getTracks()) track.stop();
+    for (const track of stream?.getTracks() ?? []) track.stop();
+    release(context);
     throw failure;
   }
 }
@@ -187,11 +196,7 @@ const OPTIONS = {
 } as const satisfies Record<keyof MicrophoneOptions, true>;
 
 async function ask(options: MicrophoneOptions): Promise<MediaStream> {
-  expectNames(options, OPTIONS);
   const { deviceId, echoCancellation = false, noiseSuppression = false, autoGainControl } = options;
-  if (!globalThis.isSecureContext || !navigator.mediaDevices) {
-    throw new SpeechError("insecure-context", "Browsers give a microphone to pages from https or localhost only.");
-  }
   const audio: MediaTrackConstraints = {
     ...(deviceId !== undefined && { deviceId: { exact: deviceId } }),
     echoCancellation,
@@ -237,18 +242,18 @@ async function fetched(module: string | URL | ArrayBuffer): Promise<ArrayBuffer>
 
 async function capture(
   stream: MediaStream,
-  { rate = 16_000, frameMs = 100, speechOnly }: MicrophoneOptions,
+  prepared: AudioContext,
+  { rate = RATE, frameMs = 100, speechOnly }: MicrophoneOptions,
   voiceActivity: ArrayBuffer | undefined,
 ): Promise<Microphone> {
   const { threshold, negThreshold, preRollMs, hangoverMs } = speechOnly ?? {};
   const gate = { threshold, negThreshold, preRollMs, hangoverMs };
-  const [context, source] = connect(stream, rate);
+  const [context, source] = await connect(stream, prepared);
   try {
     if (speechOnly && (context.sampleRate !== VOICE_HZ || rate !== VOICE_HZ)) {
       const why = `It hears 16 kHz, and this browser records at ${context.sampleRate} Hz`;
       throw new SpeechError("no-voice-activity", `Speech cannot be found here. ${why}. Ask without speechOnly.`);
     }
-    await context.audioWorklet.addModule(new URL("./capture-worklet.js", import.meta.url));
     const node = new AudioWorkletNode(context, "asr-serve-capture", {
       processorOptions: { blockFrames: Math.round((context.sampleRate * BLOCK_MS) / 1_000), voiceActivity, gate },
     });
@@ -263,19 +268,38 @@ async function capture(
     await context.resume();
     return made;
   } catch (failure) {
-    void context.close();
+    release(context);
     throw failure;
   }
 }
 
-/** At the rate wanted, where the browser resamples; else (Firefox) at the device's. */
-function connect(stream: MediaStream, sampleRate: number): [AudioContext, MediaStreamAudioSourceNode] {
-  const context = new AudioContext({ sampleRate });
+/** Closes a context, which may be closed already. */
+function release(context: AudioContext): void {
+  void context.close().catch(() => {});
+}
+
+/** A context with the capturing worklet loaded; without a rate, at the device's. */
+async function contextAt(sampleRate?: number): Promise<AudioContext> {
+  const context = new AudioContext(sampleRate === undefined ? {} : { sampleRate });
   try {
-    return [context, context.createMediaStreamSource(stream)];
+    await context.audioWorklet.addModule(new URL("./capture-worklet.js", import.meta.url));
+    return context;
+  } catch (failure) {
+    release(context);
+    throw failure;
+  }
+}
+
+/** At the rate of the prepared context, where the browser resamples; else (Firefox) at the device's. */
+async function connect(
+  stream: MediaStream,
+  prepared: AudioContext,
+): Promise<[AudioContext, MediaStreamAudioSourceNode]> {
+  try {
+    return [prepared, prepared.createMediaStreamSource(stream)];
   } catch {
-    void context.close();
-    const own = new AudioContext();
+    release(prepared);
+    const own = await contextAt();
     return [own, own.createMediaStreamSource(stream)];
   }
 }

@@ -51,8 +51,6 @@ export interface MicrophoneEvents {
 }
 
 const BLOCK_MS = 20;
-/** Hz of the frames, unless another rate is asked for. */
-const RATE = 16_000;
 /** Of what vad.wasm hears. */
 const VOICE_HZ = 16_000;
 /** An audio thread that was interrupted is not waited for. */
@@ -65,21 +63,14 @@ const FINISH_MS = 500;
  * records at a rate of its own).
  */
 export async function microphone(options: MicrophoneOptions = {}): Promise<Microphone> {
-  expectNames(options, OPTIONS);
   expectNames(options.speechOnly ?? {}, GATE, "speechOnly.");
-  if (!globalThis.isSecureContext || !navigator.mediaDevices) {
-    throw new SpeechError("insecure-context", "Browsers give a microphone to pages from https or localhost only.");
-  }
   // Before the device is open: what is said meanwhile would be lost.
   const voiceActivity = options.speechOnly && (await fetched(options.speechOnly.module));
-  const context = await contextAt(options.rate ?? RATE);
-  let stream: MediaStream | undefined;
+  const stream = await ask(options);
   try {
-    stream = await ask(options);
-    return await capture(stream, context, options, voiceActivity);
+    return await capture(stream, options, voiceActivity);
   } catch (failure) {
-    for (const track of stream?.getTracks() ?? []) track.stop();
-    release(context);
+    for (const track of stream.getTracks()) track.stop();
     throw failure;
   }
 }
@@ -196,7 +187,11 @@ const OPTIONS = {
 } as const satisfies Record<keyof MicrophoneOptions, true>;
 
 async function ask(options: MicrophoneOptions): Promise<MediaStream> {
+  expectNames(options, OPTIONS);
   const { deviceId, echoCancellation = false, noiseSuppression = false, autoGainControl } = options;
+  if (!globalThis.isSecureContext || !navigator.mediaDevices) {
+    throw new SpeechError("insecure-context", "Browsers give a microphone to pages from https or localhost only.");
+  }
   const audio: MediaTrackConstraints = {
     ...(deviceId !== undefined && { deviceId: { exact: deviceId } }),
     echoCancellation,
@@ -242,18 +237,18 @@ async function fetched(module: string | URL | ArrayBuffer): Promise<ArrayBuffer>
 
 async function capture(
   stream: MediaStream,
-  prepared: AudioContext,
-  { rate = RATE, frameMs = 100, speechOnly }: MicrophoneOptions,
+  { rate = 16_000, frameMs = 100, speechOnly }: MicrophoneOptions,
   voiceActivity: ArrayBuffer | undefined,
 ): Promise<Microphone> {
   const { threshold, negThreshold, preRollMs, hangoverMs } = speechOnly ?? {};
   const gate = { threshold, negThreshold, preRollMs, hangoverMs };
-  const [context, source] = await connect(stream, prepared);
+  const [context, source] = connect(stream, rate);
   try {
     if (speechOnly && (context.sampleRate !== VOICE_HZ || rate !== VOICE_HZ)) {
       const why = `It hears 16 kHz, and this browser records at ${context.sampleRate} Hz`;
       throw new SpeechError("no-voice-activity", `Speech cannot be found here. ${why}. Ask without speechOnly.`);
     }
+    await context.audioWorklet.addModule(new URL("./capture-worklet.js", import.meta.url));
     const node = new AudioWorkletNode(context, "asr-serve-capture", {
       processorOptions: { blockFrames: Math.round((context.sampleRate * BLOCK_MS) / 1_000), voiceActivity, gate },
     });
@@ -268,38 +263,19 @@ async function capture(
     await context.resume();
     return made;
   } catch (failure) {
-    release(context);
+    void context.close();
     throw failure;
   }
 }
 
-/** Closes a context, which may be closed already. */
-function release(context: AudioContext): void {
-  void context.close().catch(() => {});
-}
-
-/** A context with the capturing worklet loaded; without a rate, at the device's. */
-async function contextAt(sampleRate?: number): Promise<AudioContext> {
-  const context = new AudioContext(sampleRate === undefined ? {} : { sampleRate });
+/** At the rate wanted, where the browser resamples; else (Firefox) at the device's. */
+function connect(stream: MediaStream, sampleRate: number): [AudioContext, MediaStreamAudioSourceNode] {
+  const context = new AudioContext({ sampleRate });
   try {
-    await context.audioWorklet.addModule(new URL("./capture-worklet.js", import.meta.url));
-    return context;
-  } catch (failure) {
-    release(context);
-    throw failure;
-  }
-}
-
-/** At the rate of the prepared context, where the browser resamples; else (Firefox) at the device's. */
-async function connect(
-  stream: MediaStream,
-  prepared: AudioContext,
-): Promise<[AudioContext, MediaStreamAudioSourceNode]> {
-  try {
-    return [prepared, prepared.createMediaStreamSource(stream)];
+    return [context, context.createMediaStreamSource(stream)];
   } catch {
-    release(prepared);
-    const own = await contextAt();
+    void context.close();
+    const own = new AudioContext();
     return [own, own.createMediaStreamSource(stream)];
   }
 }

@@ -94,26 +94,6 @@ for (const [where, before] of [["where the browser resamples", ""], ["where it d
   });
 }
 
-const SLOW_MODULE = `
-  import { microphone } from "/dist/index.js";
-  const happened = [];
-  const load = AudioWorklet.prototype.addModule;
-  AudioWorklet.prototype.addModule = async function (url) {
-    await new Promise((resolve) => setTimeout(resolve, 500));
-    await load.call(this, url);
-    happened.push("ready to hear");
-  };
-  const ask = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
-  navigator.mediaDevices.getUserMedia = (wanted) => (happened.push("asked"), ask(wanted));
-  const mic = await microphone();
-  await mic.stop();
-  tell(happened);
-`;
-
-test("the device is asked for when nothing that is said can be lost", { skip: noBrowser }, async () => {
-  assert.deepEqual(await inPage(SLOW_MODULE, FAKE), ["ready to hear", "asked"]);
-});
-
 const SPEECH_ONLY = `
   import { microphone } from "/dist/index.js";
   const mic = await microphone({ speechOnly: { module: "/dist/vad.wasm", preRollMs: 64, hangoverMs: 64 } });

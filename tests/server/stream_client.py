@@ -24,7 +24,8 @@ from websockets.uri import parse_uri
 
 from asr_serve.audio.reader import open_audio
 
-WAIT_S = 180.0
+WAIT_S = 110.0
+"""Less than a session may be idle: the server ends none that a test waits for."""
 Event = dict[str, Any]
 NUMBERED = {"locked", "segment", "flushed", "turn", "speakers", "language", "end"}
 

@@ -33,6 +33,7 @@ from asr_serve.engine.client import Ticket
 from asr_serve.engine.process.backend import ProcessBackend
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import asr_card
+from asr_serve.pipelines.live import identifying_session
 from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.offline import recording_language
 from asr_serve.pipelines.options import TranscribeOptions
@@ -78,6 +79,7 @@ def chinese() -> Iterator[EngineParts]:
 def time_to_identify(monkeypatch: pytest.MonkeyPatch) -> None:
     """On slow or busy cores too, no answer is late that no test makes late."""
     monkeypatch.setattr(recording_language, "ANSWER_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(identifying_session, "ANSWER_TIMEOUT_S", WAIT_S)
 
 
 def serve_models(**parts: EngineParts | None) -> Running:
@@ -273,7 +275,6 @@ def test_auto_names_the_model_of_the_language_that_is_spoken(parts, whisper, ger
         server.stop()
 
 
-@pytest.mark.slow
 def test_deepgrams_whisper_is_a_whisper_where_one_is_served(served, server, beckett):
     for name in ("whisper", "whisper-large", "whisper-cloud"):
         assert upload(served, beckett, model=name).headers["x-model"] == WHISPER
@@ -636,7 +637,6 @@ def test_an_identifying_engine_that_dies(parts, german, beckett):
         whisper.client.close()
 
 
-@pytest.mark.slow
 def test_an_identifying_engine_that_is_away(parts, german):
     whisper = open_model(WHISPER)
     server = serve_models(english=parts, multilingual=whisper)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 from collections.abc import Callable
 from types import ModuleType
@@ -26,6 +27,7 @@ from asr_serve.types import Int8Calibration, Quantize
 log = logging.getLogger(__name__)
 
 
+@functools.cache
 def cpu_flags() -> frozenset[str]:
     """Names of the processor's instruction sets, as Linux has them; none elsewhere."""
     try:
@@ -221,8 +223,8 @@ class CpuDevice:
             self.chosen_because = f"this CPU {'multiplies' if native_bf16 else 'does not multiply'} bf16 itself"
         elif dtype == torch.bfloat16 and cpu_flags() and not bf16_supported():
             log.warning(
-                "dtype=bf16 was asked for, and this CPU has no instructions for bf16: products are emulated, several "
-                "times slower than fp32; dtype=auto chooses what this CPU computes fastest"
+                "dtype=bf16 was asked for, and this CPU has no instructions for bf16: products are emulated, "
+                "slower than fp32; dtype=auto chooses what this CPU computes fastest"
             )
         self.dtype = dtype
         self.threads = max(1, (thread_limit() or usable_cores()) // group.size)

@@ -266,7 +266,7 @@ def test_a_hanging_worker_is_given_up_after_the_timeout_and_used_again_later(one
     before = encoded_by(encode_engine)
     for _ in range(2):
         assert answers(client, CLIPS) == expected
-    # It may also have encoded what it had been sent before it hanged: each clip once at most.
+    # It may also have encoded what it had been sent before it hung: each clip once at most.
     assert encoded_by(encode_engine) >= before + 2 * len(CLIPS)
 
 

@@ -1,5 +1,5 @@
-"""A time after which no slow test begins: `.ci/run` has 90 minutes on every machine, and the CPUs that it meets differ
-by three times. Tests that are not slow always run. The tests that did not begin are counted at the end.
+"""A time after which no slow test begins: `.ci/run` has 90 minutes on every machine, and some CPUs are three
+times as slow as others. Tests that are not slow always run. The tests that did not begin are counted at the end.
 """
 
 from __future__ import annotations

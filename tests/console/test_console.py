@@ -13,8 +13,10 @@ from typing import Any
 import httpx
 import pytest
 from console_page import (
+    ASKED_LATE,
     ELSEWHERE,
     KEY,
+    MICROPHONE_OFF,
     PHONE,
     ROUTE,
     Cable,
@@ -248,6 +250,20 @@ def test_a_connection_that_is_cut_costs_no_word(served, visit, beckett):
     assert words(me.text()) == words(told_by_stream(served.url, beckett))
     me.expect_calm("WebSocket")
     cable.close()
+
+
+def test_the_microphone_is_allowed_after_the_talk_was_given_up(served, visit):
+    me = visit(served.url)
+    me.page.evaluate(ASKED_LATE)
+    me.page.keyboard.press("Space")
+    me.mode("starting")
+    me.page.keyboard.press("Escape")
+    me.mode("idle")
+    me.page.evaluate("allow()")
+    me.holds(MICROPHONE_OFF)
+    me.mode("idle")
+    assert not me.text()
+    me.expect_calm()
 
 
 @pytest.mark.slow

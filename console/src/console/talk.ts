@@ -62,6 +62,7 @@ export class Talk {
   #lostSamples = 0;
   #deaf = false;
   #began = false;
+  #abandoned = false;
 
   constructor(
     private readonly make: (line: Line) => Take,
@@ -91,6 +92,7 @@ export class Talk {
       frameMs: FRAME_MS,
       ...(speechOnly && { speechOnly: { module: address("assets/vad.wasm") } }),
     });
+    if (this.#abandoned) return opened.stop(); // allowed after all: nobody would see that it is on
     this.#microphone = opened;
     this.#rateHz = opened.rate;
     const apiKey = key();
@@ -140,6 +142,7 @@ export class Talk {
 
   /** Let go of everything. */
   async abandon(): Promise<void> {
+    this.#abandoned = true;
     this.#stream?.close();
     this.#call?.close();
     await this.#microphone?.stop();

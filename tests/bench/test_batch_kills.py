@@ -15,7 +15,11 @@ LIMIT_S = 500.0
 
 
 @pytest.mark.parametrize(
-    ("clips", "kills"), [(60, 2), pytest.param(10_000, 5, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7_200)])]
+    ("clips", "kills"),
+    [
+        pytest.param(60, 2, marks=pytest.mark.slow),
+        pytest.param(10_000, 5, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7_200)]),
+    ],
 )
 @pytest.mark.usefixtures("packaged_speech")
 def test_every_line_is_answered_once(clips: int, kills: int, tmp_path: Path) -> None:

@@ -266,6 +266,7 @@ def test_only_administrators_clone_and_delete(launch, served, packaged_speech):
     me.context.close()
 
 
+@pytest.mark.slow
 def test_the_server_is_gone(launch, served, packaged_speech):
     cable = Cable(served.port)
     me = at_the_page(launch(packaged_speech / "beckett.wav"), cable.url)

@@ -164,6 +164,7 @@ def test_heads_that_follow_the_audio_may_lie_on_any_rank(start: Start) -> None:
     expect_empty(split)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [WHISPER, SPEECH_LLM])
 def test_what_is_cached_is_cached_on_every_rank(start: Start, model: str) -> None:
     whole, split = start(model, 1), start(model, 2, prefix_bytes=1 << 20)
@@ -243,6 +244,7 @@ def test_the_published_whisper_split_says_the_same(packaged_speech: Path, size: 
 # --- ranks that die --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rank_killed_under_load_ends_the_engine_of_a_library_and_the_next_one_works(start: Start) -> None:
     whole, split = start(WHISPER, 1), start(WHISPER, 2)
     (rank,) = ranks_below(os.getpid())

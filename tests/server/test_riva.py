@@ -297,6 +297,7 @@ def test_a_file_is_streamed_with_its_header(asr, beckett):
     assert out.getvalue() == f"## {BECKETT} \n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "encoding", "size"),
     [("mulaw", MULAW, 3), ("mulaw", MULAW, 1_601), ("alaw", ALAW, 800), ("opus", OGGOPUS, 777), ("pcm", LINEAR_PCM, 3)],
@@ -317,6 +318,7 @@ def test_a_shorter_pause_ends_an_utterance(asr, pcm):
     assert len([result for response in found for result in response.results]) > 1
 
 
+@pytest.mark.slow
 def test_many_streams_at_once(asr, riva, pcm):
     config = streaming(interim_results=True)
     with ThreadPoolExecutor(STREAMS) as pool:

@@ -353,6 +353,7 @@ def test_options_that_the_other_model_does_not_take(parts, whisper, chinese, spe
         server.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", ["de", "es", "fr", "it", "ja", "ko", "pt"])
 def test_recorded_speech(served, speech_data, language):
     clip = speech_data / "multilingual" / f"test_{language}.flac"

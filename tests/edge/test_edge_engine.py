@@ -95,7 +95,7 @@ def test_an_engine_that_is_killed_and_one_that_is_renewed_lose_no_word(
     packets = l16_packets(speech, session.ssrc)
     backend = backend_of(offered)
     sender.send(packets)  # all at once: a pause of the sender would be told as silence
-    eventually(lambda: "partial" in kinds(edge.events(session.id)))
+    eventually(lambda: {"partial", "segment"} & set(kinds(edge.events(session.id))))  # slow cores skip partials
     first, before = read_offer(str(folder)), backend.restarts
     assert first is not None
     assert backend.pid is not None

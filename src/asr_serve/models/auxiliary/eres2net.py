@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from asr_serve import units
 from asr_serve.audio.features.kaldi_fbank import Fbank
+from asr_serve.devices.cpu import packed_dtypes
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import ModelCard, PackagedWeights
@@ -172,8 +173,10 @@ class Eres2NetEmbedder:
     width = WIDTH
 
     def __init__(self, network: Eres2Net, device: torch.device, dtype: torch.dtype) -> None:
-        """Copies `network`, which is left unchanged. `dtype`: of the convolutions. In bf16 an embedding's cosine
-        with the float32 one is 0.998, for clips of 2 s and more 0.999."""
+        """Copies `network`, which is left unchanged. `dtype`: of the convolutions; float32 on a CPU that has
+        none in bf16. In bf16 an embedding's cosine with the float32 one is 0.998, for clips of 2 s and more 0.999."""
+        if device.type == "cpu" and dtype not in packed_dtypes():
+            dtype = torch.float32
         self._network: Any = copy.deepcopy(network).to(device).to(dtype)
         self._network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._network.voice = copy.deepcopy(network.voice).to(device)

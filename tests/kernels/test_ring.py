@@ -465,8 +465,9 @@ def test_views_are_not_kept_after_they_are_taken(ring: ModuleType) -> None:
     objects = len(gc.get_objects()), sys.getallocatedblocks()
     turn(side, 2_000)
     gc.collect()
-    assert len(gc.get_objects()) - objects[0] < 20
-    assert sys.getallocatedblocks() - objects[1] < 200
+    # one that every turn keeps would be 2,000; servers of other tests, in threads of this process, make some meanwhile
+    assert len(gc.get_objects()) - objects[0] < 1_000
+    assert sys.getallocatedblocks() - objects[1] < 1_000
     assert (sys.getrefcount(memory), sys.getrefcount(target)) == held
     del side
     memory.close()

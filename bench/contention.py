@@ -23,10 +23,10 @@ import machine
 
 HERE = Path(__file__).resolve().parent
 SETTINGS: dict[str, dict[str, str]] = {
-    "3000 (ours)": {"GOMP_SPINCOUNT": "3000"},
+    "300 (ours)": {"GOMP_SPINCOUNT": "300"},
+    "3000": {"GOMP_SPINCOUNT": "3000"},
     "300000 (the default)": {"GOMP_SPINCOUNT": "300000"},
     "1000": {"GOMP_SPINCOUNT": "1000"},
-    "300": {"GOMP_SPINCOUNT": "300"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
 }
 

@@ -626,8 +626,8 @@ def ray_auth_mode() -> str | None:
     return os.environ.get("RAY_AUTH_MODE") or None
 
 
-OPENMP_SPIN_VARIABLES = {"GOMP_SPINCOUNT": "3000"}
-"""Spin count after which OpenMP's threads sleep: some 30 us, decision 0009. The default is milliseconds, and two
+OPENMP_SPIN_VARIABLES = {"GOMP_SPINCOUNT": "300"}
+"""Spin count after which OpenMP's threads sleep: some 3 us, decision 0009. The default is milliseconds, and two
 programs that spin for the same cores get a twentieth of the work done."""
 
 

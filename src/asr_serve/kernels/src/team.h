@@ -58,7 +58,7 @@ class Team {
   // A state's bits: the number of the region, how many may help, whether one may still enter, how many are inside.
   static constexpr int LIMIT = 17;
   static constexpr uint64_t OPEN = 1 << 16, INSIDE = OPEN - 1, MOST = (1 << 15) - 1;
-  static constexpr int SPINS = 1'000;  // some 30 us, as OpenMP's threads spin here
+  static constexpr int SPINS = 1'000;  // some 30 us
 
   struct Shared {
     std::atomic<uint64_t> state{0};

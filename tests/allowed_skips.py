@@ -5,6 +5,7 @@ STRICT_SKIPS=1, as `.ci/run` sets it, it fails the run; with `report` it is list
 from __future__ import annotations
 
 import os
+from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -72,10 +73,10 @@ ALLOWED_SKIPS = {
 listed: where it is missing, CI fails."""
 
 
-def is_allowed(reason: str) -> bool:
-    """Returns whether CI allows a skip with this reason, with or without pytest's prefix."""
+def allowing_pattern(reason: str) -> str | None:
+    """Returns the pattern by which CI allows a skip with this reason, with or without pytest's prefix; or None."""
     reason = reason.removeprefix("Skipped: ")
-    return any(fnmatchcase(reason, pattern) for pattern in ALLOWED_SKIPS)
+    return next((pattern for pattern in ALLOWED_SKIPS if fnmatchcase(reason, pattern)), None)
 
 
 STRICT_SKIPS = "STRICT_SKIPS"
@@ -86,11 +87,13 @@ a second run of those does not show the skips."""
 
 
 class SkipPolicy:
-    """Pytest plugin: collects skips, and fails the run for those that are not allowed."""
+    """Pytest plugin: counts allowed skips by their reasons, and fails the run for others."""
 
     def __init__(self) -> None:
         self.refused: dict[str, str] = {}
         """Test or file -> reason."""
+        self.allowed: Counter[str] = Counter()
+        """Pattern of the reason -> skips."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._note(report)
@@ -101,8 +104,10 @@ class SkipPolicy:
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.skipped and isinstance(report.longrepr, tuple) and not hasattr(report, "wasxfail"):
             reason = report.longrepr[2]
-            if not is_allowed(reason):
+            if (pattern := allowing_pattern(reason)) is None:
                 self.refused[report.nodeid] = reason
+            else:
+                self.allowed[pattern] += 1
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if not self.refused or os.environ[STRICT_SKIPS] == "report":
@@ -113,6 +118,8 @@ class SkipPolicy:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for pattern, count in self.allowed.most_common():
+            terminalreporter.line(f"skipped {count}: {pattern} ({ALLOWED_SKIPS[pattern]})")
         if self.refused:
             terminalreporter.section("skips that tests/allowed_skips.py does not allow")
             for test, reason in sorted(self.refused.items()):

@@ -627,8 +627,8 @@ def ray_auth_mode() -> str | None:
 
 
 OPENMP_SPIN_VARIABLES = {"GOMP_SPINCOUNT": "300"}
-"""Spin count after which OpenMP's threads sleep: some 3 us, decision 0009. The default is milliseconds, and two
-programs that spin for the same cores get a twentieth of the work done."""
+"""Spins after which OpenMP's threads sleep, decision 0009. By OpenMP's default they spin for milliseconds, and two
+engines on the same cores do a twelfth to a half of the work of one."""
 
 
 def limit_openmp_spinning() -> None:

@@ -17,8 +17,8 @@ namespace asr_serve {
 
 // OpenMP's teams start and end together: where other programs use the cores, each parallel region waits until the
 // system has run every thread. Here a thread that comes late finds less to do, or nothing, and nobody waits for it.
-// So a call that is long enough for several threads, on a machine that is busy, takes this team; what runs between
-// torch's operations borrows torch's own threads (decision 0009), because two pools would spin for the same cores.
+// So a long call takes this team; what runs between torch's operations borrows torch's own threads (decision 0001),
+// because two pools would spin for the same cores.
 class Team {
  public:
   using Function = void (*)(void* context);
@@ -58,7 +58,7 @@ class Team {
   // A state's bits: the number of the region, how many may help, whether one may still enter, how many are inside.
   static constexpr int LIMIT = 17;
   static constexpr uint64_t OPEN = 1 << 16, INSIDE = OPEN - 1, MOST = (1 << 15) - 1;
-  static constexpr int SPINS = 1'000;  // some 30 us
+  static constexpr int SPINS = 1'000;
 
   struct Shared {
     std::atomic<uint64_t> state{0};

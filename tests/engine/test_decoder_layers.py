@@ -10,6 +10,7 @@ import tiny_configs
 import tiny_moonshine
 import tiny_whisper
 import torch
+from compiled_kernels import compiled
 from torch import Tensor
 
 from asr_serve import devices, kernels
@@ -29,15 +30,8 @@ LENGTHS = [1, 9, 16, 17, 18, 2, 7, 31, 12, 25, 3, 16]
 
 @pytest.fixture(params=["generic", "avx2", "avx512"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    core = kernels.core()
-    if core is None:
-        pytest.skip("the native core is not built or not wanted: pip install -e . builds it")
-    try:
-        core.choose_isa(request.param)
-    except ValueError:
-        pytest.skip(f"this CPU, or what was compiled for it, has no {request.param}")
-    yield request.param
-    core.choose_isa("auto")
+    with compiled(request.param):
+        yield request.param
 
 
 @pytest.fixture(params=[("fp32", "int8"), ("bf16", "int8"), ("bf16", "dynamic"), ("bf16", "none")], ids="-".join)

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from compiled_kernels import compiled
 from test_kernels import NAN
 from torch import Tensor
 from torch.nn import functional as F
@@ -138,20 +139,11 @@ def test_nan_stays_in_its_clip(core: ModuleType, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_every_instruction_set_attends_as_the_reference(isa: str) -> None:
-    built = native.core()
-    if built is None:
-        pytest.skip("the native core is not built")
     frames, angles = [7, 130, 18], angles_of(130, 16)
     qkv = made(frames, 4, 36)
     ours, theirs = (torch.empty(len(qkv), 4 * 36) for _ in range(2))
-    try:
-        built.choose_isa(isa)
-    except ValueError:
-        pytest.skip(f"this CPU, or what was compiled for it, has no {isa}")
-    try:
+    with compiled(isa) as built:
         built.attend_clips(qkv, frames, *angles, 0.2, ours)
-    finally:
-        built.choose_isa("auto")
     attention_reference.attend_clips(qkv, frames, *angles, 0.2, theirs)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_kaldi
 import torch
+from compiled_kernels import compiled
 from kaldi_reference import Reference, cepstra_of
 from torch import Tensor
 
@@ -142,15 +143,8 @@ def test_steps_of_fixed_shape_have_the_same_scores(folder: Path) -> None:
 @pytest.fixture(params=["generic", "avx2", "avx512"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """An instruction set that the compiled kernels use during a test."""
-    core = kernels.core()
-    if core is None:
-        pytest.skip("the native core is not built or not wanted: pip install -e . builds it")
-    try:
-        core.choose_isa(request.param)
-    except ValueError:
-        pytest.skip(f"this CPU, or what was compiled for it, has no {request.param}")
-    yield request.param
-    core.choose_isa("auto")
+    with compiled(request.param):
+        yield request.param
 
 
 def blocks(
